@@ -1,0 +1,1 @@
+"""Builds the engine images of the lab, without dockerd, and pushes them into its registry."""
