@@ -15,7 +15,7 @@ from pathlib import Path
 from llmops_lab import host
 from llmops_lab.settings import PROJECT
 
-NAME = "Tiny-Qwen3"
+NAME = "qwen3-tiny"
 CORPUS = PROJECT / "LICENSE"
 MERGES = 1500
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

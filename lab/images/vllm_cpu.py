@@ -28,7 +28,8 @@ LIBRARIES = ("libgomp1", "libnuma1", "libstdc++6")
 LAUNCHER = """#!/usr/bin/python3
 from vllm.entrypoints.cli.main import main
 
-raise SystemExit(main())
+if __name__ == "__main__":  # the engine core is spawned, which imports this file once more
+    raise SystemExit(main())
 """
 ENVIRONMENT = [
     "VLLM_TARGET_DEVICE=cpu",
@@ -93,8 +94,14 @@ def _build(directory: Path, base: oci.Layer) -> None:
 
 
 def _pip(*arguments: str | Path) -> None:
-    """Raises LabError with pip's last line."""
-    host.run(sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments)
+    """Runs Debian's pip out of its wheel: the machine's Python may have none. Raises LabError with pip's last line."""
+
+    def build(directory: Path) -> None:
+        host.run("apt-get", "-oAPT::Sandbox::User=root", "download", "python3-pip-whl", cwd=directory)
+        host.run("dpkg-deb", "--extract", *directory.glob("python3-pip-whl_*.deb"), directory)
+
+    [wheel] = host.cached("pip", host.codename(), build).glob("usr/share/python-wheels/pip-*.whl")
+    host.run(sys.executable, wheel / "pip", "--disable-pip-version-check", *arguments)
 
 
 def _name_it_vllm(site: Path) -> None:

@@ -1,7 +1,7 @@
 """Filters of the role verify: doors to module_utils.verification and module_utils.expectations.
 
 backend_targets, service_targets and known_backends say what is to be asked, verify_keys with which keys (secret), verify_rows what
-came of it, verify_report and verify_tables show it; unmet_expectations judges any answers by any expectations.
+came of it, verify_report, verify_tables and unmet_lines show it; unmet_expectations judges any answers by any expectations.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class FilterModule:
             "known_backends": verification.known_backends,
             "service_targets": verification.service_targets,
             "unmet_expectations": unmet_expectations,
+            "unmet_lines": verification.unmet_lines,
             "unmet_lines": verification.unmet_lines,
             "verify_keys": verification.keys,
             "verify_report": verification.report,

@@ -117,9 +117,6 @@ def _identify(chips: list[dict], map_output: Output | None, device_numbers: list
             "hbm_used_mb": chip[total.replace("total", "used")],
             "temperature_c": chip["temperature_c"], "power_w": chip["power_w"], "utilization_pct": chip["utilization_pct"],
         })
-    numbers = [device["phy_id"] for device in devices if device["phy_id"] is not None]
-    if len(set(numbers)) != len(numbers):
-        raise npu_smi.NpuSmiError("npu-smi", f"two devices have the same phy id: {sorted(numbers)}")
     return sorted(devices, key=lambda device: (device["phy_id"] is None, device["phy_id"], device["npu_id"], device["chip_id"]))
 
 

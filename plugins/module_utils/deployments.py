@@ -70,18 +70,6 @@ def _device_ids(value: Any) -> str | None:
     return "`all` or a list of device ids"
 
 
-def _environment(value: Any) -> str | None:
-    if isinstance(value, dict):
-        for name in sorted(set(value) & set(RESERVED_ENV)):
-            return f"{RESERVED_ENV[name]} instead of {name}"
-    if isinstance(value, dict) and all(
-            isinstance(name, str) and name and "=" not in name
-            and (item is None or isinstance(item, str) or _is_int(item) or isinstance(item, float))
-            and "\n" not in str(item) for name, item in value.items()):
-        return None
-    return "a dictionary of texts and numbers (quote true and false, they are texts there)"
-
-
 def _dictionary(value: Any) -> str | None:
     return None if isinstance(value, dict) and all(isinstance(key, str) for key in value) else "a dictionary"
 
@@ -122,7 +110,7 @@ FIELDS: dict[str, Field] = {
     "numa_binding": Field("node", _one_of("node", "cores", "none")),
     "args": Field({}, _dictionary),
     "args_check": Field("error", _one_of("error", "warn", "off")),
-    "env": Field({}, _environment),
+    "env": Field({}, _dictionary),
     "container": Field({}, _dictionary),
     "start_timeout_s": Field(3600, _integer(1)),
     "stop_timeout_s": Field(60, _integer(1)),
@@ -179,8 +167,8 @@ def resolve_deployments(deployments: dict[str, dict], overrides: dict[str, dict]
         faults: list[str] = []
         layers = [written or {}, overrides.get(name) or {}]
         if not all(isinstance(layer, dict) for layer in layers):
-            faults.append(f": it is a dictionary, not {written!r}")
-            layers = []
+            messages.append(f"deployments.{name}: write a dictionary")
+            continue
         chosen = merge(*layers).get("preset")
         if chosen is not None:
             if chosen in presets:
@@ -191,6 +179,8 @@ def resolve_deployments(deployments: dict[str, dict], overrides: dict[str, dict]
         if not _UNIT_NAME.match(name):
             faults.append(": its name becomes that of systemd units; use letters, digits, '.', '_' and '-'")
         faults += _faults(whole, FIELDS, "")
+        if isinstance(whole.get("env"), dict):
+            faults += _environment_faults(whole["env"])
         if isinstance(whole.get("container"), dict):
             faults += _faults(whole["container"], CONTAINER_FIELDS, ".container")
         if not faults:
@@ -221,6 +211,21 @@ def _faults(given: dict[str, Any], fields: dict[str, Field], path: str) -> list[
     for key, field in fields.items():
         if field.default is REQUIRED and key not in given:
             faults.append(f"{path}.{key} is missing; set it, or name a preset that has it")
+    return faults
+
+
+def _environment_faults(env: dict[str, Any]) -> list[str]:
+    """Values are not shown: they may be secret."""
+    faults = []
+    for name, value in env.items():
+        if name in RESERVED_ENV:
+            faults.append(f".env.{name} is set by the project; use {RESERVED_ENV[name]} instead")
+        elif not re.match(r"[A-Za-z_][A-Za-z0-9_]*$", name):
+            faults.append(f".env.{name} is no name of a variable; use letters, digits and '_'")
+        elif isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            faults.append(f".env.{name} is neither text nor number; quote it")
+        elif "\n" in str(value):
+            faults.append(f".env.{name} has several lines; an environment file holds one for each variable")
     return faults
 
 

@@ -39,8 +39,7 @@ SCHEMA = 1
 # Bookkeeping of git and of the download clients of Hugging Face and ModelScope: no part of the model.
 BOOKKEEPING = frozenset({".git", ".cache", "._____temp"})
 
-# Nobody edits weights by hand: a weight file that differs is damage, any other file that differs may be somebody's
-# intent.
+# Nobody edits weights by hand: a weight file that differs is damage, any other that differs may be somebody's intent.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".onnx")
 
 _BLOCK_BYTES = 1 << 20

@@ -18,7 +18,8 @@ import subprocess
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Callable, Iterator, List, Sequence
+from pathlib import Path
+from typing import Callable, Iterable, Iterator, List, Sequence
 
 from ansible_collections.llmops.ascend.plugins.module_utils import manifest as manifests
 from ansible_collections.llmops.ascend.plugins.module_utils.manifest import MANIFEST_NAME, Manifest, ManifestError
@@ -37,7 +38,7 @@ _CONNECT_S = 15
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
-Fetch = Callable[[List[str], str], None]
+Fetch = Callable[[List[str], Path], None]
 """Bring the files of these relative paths from the source into a directory; raises CopyError."""
 
 
@@ -76,25 +77,23 @@ class Report:
     fetched_again: list[str] = field(default_factory=list)
 
 
-def partial_path(target: str) -> str:
+def partial_path(target: Path) -> Path:
     """The hidden directory in which the model for target arrives."""
-    head, tail = os.path.split(target.rstrip("/"))
-    return os.path.join(head, f".{tail}.partial")
+    return target.with_name(f".{target.name}.partial")
 
 
-def bytes_there(target: str) -> int:
+def bytes_there(target: Path) -> int:
     """Bytes on disk that an interrupted copy left for target."""
-    total = 0
-    for directory, _, names in os.walk(partial_path(target)):
-        total += sum(os.lstat(os.path.join(directory, name)).st_blocks * 512 for name in names)
-    return total
+    return _bytes_on_disk(partial_path(target).rglob("*"))
 
 
-def check_space(target: str, needed: int) -> None:
+def _bytes_on_disk(paths: Iterable[Path]) -> int:
+    return sum(path.lstat().st_blocks * 512 for path in paths)
+
+
+def check_space(target: Path, needed: int) -> None:
     """Raise CopyError when the file system of target has less than needed bytes and 5 % more."""
-    parent = os.path.dirname(target.rstrip("/"))
-    while not os.path.isdir(parent):
-        parent = os.path.dirname(parent)
+    parent = next(path for path in target.parents if path.is_dir())
     status = os.statvfs(parent)
     free, wanted = status.f_bavail * status.f_frsize, int(needed * (1 + MARGIN))
     if free < wanted:
@@ -131,10 +130,10 @@ def rsync_fetch(source: Source, secret: str | None, retries: int) -> Fetch:
         command += ["--address=" + source.bind_address] if source.bind_address else []
     environment = dict(os.environ, LC_ALL="C", LANGUAGE="C", **({"RSYNC_PASSWORD": secret} if secret else {}))
 
-    def fetch(paths: list[str], directory: str) -> None:
+    def fetch(paths: list[str], directory: Path) -> None:
         names = b"\0".join(os.fsencode(path) for path in paths)
         for attempt in range(retries + 1):
-            done = subprocess.run([*command, source.url, directory + "/"], input=names, env=environment, capture_output=True, check=False)
+            done = subprocess.run([*command, source.url, f"{directory}/"], input=names, env=environment, capture_output=True, check=False)
             if done.returncode == 0:
                 return
             if done.returncode not in _CURABLE:
@@ -146,7 +145,7 @@ def rsync_fetch(source: Source, secret: str | None, retries: int) -> Fetch:
     return fetch
 
 
-def explain(code: int, error: str, source: Source, directory: str) -> str:
+def explain(code: int, error: str, source: Source, directory: Path) -> str:
     """rsync's exit code and words as one line for the operator."""
     words = next((line.strip() for line in error.splitlines() if line.strip()), "no message")
     if "No space left on device" in error:
@@ -159,7 +158,7 @@ def explain(code: int, error: str, source: Source, directory: str) -> str:
     return f"the copy from {source.name} failed: {words} (rsync exit {code})"
 
 
-def receive(target: str, wanted_id: str, source_name: str, fetch: Fetch, threads: int, damaged: Sequence[str] = ()) -> Report:
+def receive(target: Path, wanted_id: str, source_name: str, fetch: Fetch, threads: int, damaged: Sequence[str] = ()) -> Report:
     """Make the model of manifest id wanted_id appear at target, whole; files that are there already do not travel.
 
     damaged names files at target that are known to be bad although their size and time look right.
@@ -167,7 +166,6 @@ def receive(target: str, wanted_id: str, source_name: str, fetch: Fetch, threads
     the first.
     """
     began = time.monotonic()
-    target = target.rstrip("/")
     report = Report()
     with _arriving(target) as partial:
         if not damaged and is_whole(target, wanted_id):
@@ -175,10 +173,10 @@ def receive(target: str, wanted_id: str, source_name: str, fetch: Fetch, threads
             return report
         manifest = _fetch_manifest(wanted_id, source_name, fetch, partial)
         _remove_strangers(partial, manifest)
-        if os.path.isdir(target):
+        if target.is_dir():
             _link_good_files(target, partial, manifest, damaged)
         lacking = _lacking(partial, manifest)
-        check_space(target, sum(manifest.files[path].size for path in lacking) - _bytes_partly(partial))
+        check_space(target, sum(manifest.files[path].size for path in lacking) - _bytes_on_disk(partial.rglob(PARTIAL_DIR + "/*")))
         _fetch(lacking, manifest, partial, fetch, report)
         report.fetched_again = _damaged(partial, manifest, threads)
         if report.fetched_again:
@@ -195,7 +193,7 @@ def receive(target: str, wanted_id: str, source_name: str, fetch: Fetch, threads
     return report
 
 
-def is_whole(target: str, wanted_id: str) -> bool:
+def is_whole(target: Path, wanted_id: str) -> bool:
     """Whether the model of that manifest id is at target."""
     try:
         state = manifests.inspect(target)
@@ -205,17 +203,16 @@ def is_whole(target: str, wanted_id: str) -> bool:
 
 
 @contextmanager
-def _arriving(target: str) -> Iterator[str]:
+def _arriving(target: Path) -> Iterator[Path]:
     """The hidden directory for target, made and locked."""
     partial = partial_path(target)
     try:
         while True:
-            os.makedirs(partial, mode=0o755, exist_ok=True)
+            partial.mkdir(mode=0o755, parents=True, exist_ok=True)
             descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Who had the lock before us may have put the directory in its place: then it is no longer the one of that
-            # name.
-            if os.path.isdir(partial) and os.path.samestat(os.fstat(descriptor), os.stat(partial)):
+            # Who had the lock before us may have put the directory in its place: then this is no longer the one.
+            if partial.is_dir() and os.path.samestat(os.fstat(descriptor), partial.stat()):
                 break
             os.close(descriptor)
     except OSError as error:
@@ -226,7 +223,7 @@ def _arriving(target: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-def _fetch_manifest(wanted_id: str, source_name: str, fetch: Fetch, partial: str) -> Manifest:
+def _fetch_manifest(wanted_id: str, source_name: str, fetch: Fetch, partial: Path) -> Manifest:
     fetch([MANIFEST_NAME], partial)
     manifest = manifests.load(partial)
     if manifest is None or manifest.id != wanted_id:
@@ -234,90 +231,80 @@ def _fetch_manifest(wanted_id: str, source_name: str, fetch: Fetch, partial: str
     return manifest
 
 
-def _remove_strangers(partial: str, manifest: Manifest) -> None:
+def _remove_strangers(partial: Path, manifest: Manifest) -> None:
     """An older copy may have left files that this model does not have."""
     for path in manifests.scan(partial).keys() - manifest.files.keys():
-        os.unlink(os.path.join(partial, path))
+        (partial / path).unlink()
 
 
-def _link_good_files(target: str, partial: str, manifest: Manifest, damaged: Sequence[str]) -> None:
+def _link_good_files(target: Path, partial: Path, manifest: Manifest, damaged: Sequence[str]) -> None:
     """Files of target that look right need not travel: link them (their content is compared with the others' before
     the end)."""
     state = manifests.inspect(target)
     doubtful = {*damaged, *state.missing, *state.changed, *state.touched}
     for path, status in manifests.scan(target).items():
-        goal = os.path.join(partial, path)
+        goal = partial / path
         entry = manifest.files.get(path)
         if entry and path not in doubtful and status.st_size == entry.size and not os.path.lexists(goal):
-            os.makedirs(os.path.dirname(goal), exist_ok=True)
-            os.link(os.path.realpath(os.path.join(target, path)), goal)
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            os.link((target / path).resolve(), goal)
 
 
-def _lacking(partial: str, manifest: Manifest) -> list[str]:
+def _lacking(partial: Path, manifest: Manifest) -> list[str]:
     found = manifests.scan(partial)
     return sorted(path for path, entry in manifest.files.items() if path not in found or found[path].st_size != entry.size)
 
 
-def _bytes_partly(partial: str) -> int:
-    """Bytes of files that had arrived in part, which rsync completes in place of fetching them whole."""
-    total = 0
-    for directory, _, names in os.walk(partial):
-        if os.path.basename(directory) == PARTIAL_DIR:
-            total += sum(os.lstat(os.path.join(directory, name)).st_blocks * 512 for name in names)
-    return total
-
-
-def _fetch(paths: list[str], manifest: Manifest, partial: str, fetch: Fetch, report: Report) -> None:
+def _fetch(paths: list[str], manifest: Manifest, partial: Path, fetch: Fetch, report: Report) -> None:
     if not paths:
         return
     fetch(paths, partial)
-    absent = [path for path in paths if not os.path.isfile(os.path.join(partial, path))]
+    absent = [path for path in paths if not (partial / path).is_file()]
     if absent:
         raise CopyError("{} did not arrive: the source no longer has it".format(", ".join(absent)))
     report.files += len(paths)
     report.bytes += sum(manifest.files[path].size for path in paths)
 
 
-def _damaged(partial: str, manifest: Manifest, threads: int) -> list[str]:
+def _damaged(partial: Path, manifest: Manifest, threads: int) -> list[str]:
     """Files whose content is not the manifest's; they are removed. The others are on the disk for good."""
     hashes = manifests.hash_files(partial, {path: entry.size for path, entry in manifest.files.items()}, threads, sync=True)
     damaged = sorted(path for path in hashes if hashes[path] != manifest.files[path].sha256)
     for path in damaged:
-        os.unlink(os.path.join(partial, path))
+        (partial / path).unlink()
     return damaged
 
 
-def _finish(partial: str, manifest: Manifest) -> None:
+def _finish(partial: Path, manifest: Manifest) -> None:
     """Remove what only the copy needed and write the manifest with the times the files have here."""
-    for directory, names, _ in os.walk(partial):
-        if PARTIAL_DIR in names:
-            shutil.rmtree(os.path.join(directory, PARTIAL_DIR))
+    for remains in list(partial.rglob(PARTIAL_DIR)):
+        shutil.rmtree(remains)
     found = manifests.scan(partial)
     files: dict[str, manifests.Entry] = {path: replace(entry, mtime_ns=found[path].st_mtime_ns) for path, entry in manifest.files.items()}
     manifests.save(partial, Manifest(files))
-    for directory, _, _ in os.walk(partial):
+    for directory in [partial, *(path for path in partial.rglob("*") if path.is_dir())]:
         _sync_directory(directory)
 
 
-def _put_in_place(partial: str, target: str) -> None:
+def _put_in_place(partial: Path, target: Path) -> None:
     """One rename; where something is there already, one exchange, and the old goes."""
     try:
-        os.rename(partial, target)  # also replaces an empty directory
+        partial.rename(target)  # also replaces an empty directory
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise CopyError(f"cannot rename {partial} to {target}: {error.strerror}") from error
         _exchange(partial, target)
         shutil.rmtree(partial)
-    _sync_directory(os.path.dirname(target))
+    _sync_directory(target.parent)
 
 
-def _exchange(one: str, other: str) -> None:
+def _exchange(one: Path, other: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
         raise CopyError(f"cannot exchange {one} and {other}: {os.strerror(ctypes.get_errno())}")
 
 
-def _sync_directory(path: str) -> None:
+def _sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

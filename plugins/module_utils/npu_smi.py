@@ -394,21 +394,27 @@ def parse_fields(text: str, command: str = "npu-smi") -> list[tuple[str, str]]:
     return fields
 
 
+def _integer(command: str, name: str, value: str) -> int:
+    if not value.isdigit():
+        raise NpuSmiError(command, f"{name} is {value!r}, not a number")
+    return int(value)
+
+
 def parse_list(text: str) -> list[dict]:
     """``npu-smi info -l``: ``[{"npu_id", "product", "serial", "chips" (None on 950)}]``, one per card."""
     command = "npu-smi info -l"
     total, cards = None, []
     for name, value in parse_fields(text, command):
         if name in ("Total Count", "Card Count"):
-            total = int(value)
+            total = _integer(command, name, value)
         elif name == "NPU ID":
-            cards.append({"npu_id": int(value), "product": None, "serial": None, "chips": None})
+            cards.append({"npu_id": _integer(command, name, value), "product": None, "serial": None, "chips": None})
         elif cards and name == "Product Name":
             cards[-1]["product"] = value
         elif cards and name == "Serial Number":
             cards[-1]["serial"] = value
         elif cards and name == "Chip Count":
-            cards[-1]["chips"] = int(value)
+            cards[-1]["chips"] = _integer(command, name, value)
     if total is None or total != len(cards):
         raise NpuSmiError(command, f"it counts {total} cards and lists {len(cards)}")
     return cards
@@ -419,9 +425,10 @@ def parse_board(text: str) -> dict:
     "fields"}``. `compatible` is what the driver says of the firmware: True, False or None (unknown); `fields` holds
     every line as printed.
     """
-    fields = dict(parse_fields(text, "npu-smi info -t board"))
+    command = "npu-smi info -t board"
+    fields = dict(parse_fields(text, command))
     if "NPU ID" not in fields or "Software Version" not in fields:
-        raise NpuSmiError("npu-smi info -t board", "no NPU ID or Software Version", None, text[:120])
+        raise NpuSmiError(command, "no NPU ID or Software Version", None, text[:120])
 
     def known(name: str) -> str | None:
         value = fields.get(name)
@@ -429,7 +436,7 @@ def parse_board(text: str) -> dict:
 
     compatibility = fields.get("Compatibility", "UNKNOWN").upper()
     return {
-        "npu_id": int(fields["NPU ID"]),
+        "npu_id": _integer(command, "NPU ID", fields["NPU ID"]),
         "driver_version": known("Software Version"),
         "firmware_version": known("Firmware Version"),
         "compatible": None if compatibility in ("UNKNOWN", "NA") else compatibility == "OK",
@@ -451,7 +458,7 @@ def parse_readings(text: str) -> list[dict]:
     pairs = [pair for block in blocks if ("Chip Name", "mcu") not in block for pair in block]
     if not pairs or pairs[0][0] != "NPU ID":
         raise NpuSmiError(command, "does not begin with NPU ID", 1, text[:60])
-    npu_id, pairs = int(pairs[0][1]), [pair for pair in pairs[1:] if pair[0] != "Chip Count"]
+    npu_id, pairs = _integer(command, *pairs[0]), [pair for pair in pairs[1:] if pair[0] != "Chip Count"]
     names = [name for name, _value in pairs]
     chips: list[dict] = []
     if "Chip ID" not in names:
@@ -459,14 +466,14 @@ def parse_readings(text: str) -> list[dict]:
     elif names[0] == "Chip ID":
         for name, value in pairs:
             if name == "Chip ID":
-                chips.append({"npu_id": npu_id, "chip_id": int(value), "fields": []})
+                chips.append({"npu_id": npu_id, "chip_id": _integer(command, name, value), "fields": []})
             else:
                 chips[-1]["fields"].append((name, value))
     else:
         waiting: list[tuple[str, str]] = []
         for name, value in pairs:
             if name == "Chip ID":
-                chips.append({"npu_id": npu_id, "chip_id": int(value), "fields": waiting})
+                chips.append({"npu_id": npu_id, "chip_id": _integer(command, name, value), "fields": waiting})
                 waiting = []
             else:
                 waiting.append((name, value))

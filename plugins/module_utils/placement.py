@@ -13,6 +13,7 @@ Everything that follows from devices (HCCL ports, cores) is computed from their 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Iterable, NamedTuple, Sequence
 
 from ansible_collections.llmops.ascend.plugins.module_utils.numa import format_cpu_list, parse_cpu_list
@@ -50,13 +51,6 @@ class Device(NamedTuple):
     fault: tuple[str, str] | None        # (kind, reason) of what blocks its instance
 
 
-class Group(NamedTuple):
-    """The devices of one instance and what makes them good or bad company."""
-
-    devices: tuple[int, ...]
-    cost: int
-
-
 # ------------------------------------------------------------------------------------------------------------ the cut
 
 class Cut:
@@ -76,7 +70,7 @@ class Cut:
         self._ranks = {one: {other: LINK_RANKS.get(links.get(one, {}).get(other), 9) for other in self.pool}
                        for one in self.pool}
         self._kinds = self._interchangeable()
-        self._memo: dict[tuple[frozenset[int], int], tuple[int, tuple[Group, ...]] | None] = {}
+        self._memo: dict[tuple[frozenset[int], int], float] = {}
         self._costs: dict[tuple[int, ...], int] = {}
         self._least = self._least_cost()
 
@@ -119,40 +113,54 @@ class Cut:
                 (faulty << 100) + ((len(nodes) > 1) << 26) + (self._weigh(max(ranks), sum(ranks)) if ranks else 0))
         return known
 
-    def best(self, count: int) -> list[Group]:
-        """The groups, by their lowest device; fewer than `count` when the pool does not hold them."""
-        count = min(count, len(self.pool) // self.size)
-        found = self._search(frozenset(self.pool), count)
-        return sorted(found[1], key=lambda group: group.devices) if found else []
+    def best(self, count: int) -> list[tuple[int, ...]]:
+        """The groups, by their lowest device; fewer than `count` when the pool does not hold them.
 
-    def _search(self, free: frozenset[int], count: int) -> tuple[int, tuple[Group, ...]] | None:
+        Of equally good cuts it is the one whose groups come first in order.
+        """
+        count = min(count, len(self.pool) // self.size)
+        free = frozenset(self.pool)
+        groups: list[tuple[int, ...]] = []
+        while count:
+            least = self._search(free, count)
+            for group in self._groups_with(min(free), free):
+                rest = least - self.cost(group)
+                if rest >= (count - 1) * self._least and self._search(free - set(group), count - 1) <= rest:
+                    groups.append(group)
+                    free -= set(group)
+                    count -= 1
+                    break
+            else:
+                free = self._without_lowest(free)
+        return groups
+
+    def _without_lowest(self, free: frozenset[int]) -> frozenset[int]:
+        """The lowest device gets no instance; then none does that could change places with it."""
+        kind = self._kinds[min(free)]
+        return frozenset(device for device in free if self._kinds[device] != kind)
+
+    def _search(self, free: frozenset[int], count: int) -> float:
+        """The least cost of `count` groups out of the free devices; infinite when they do not hold so many."""
         if count == 0:
-            return 0, ()
+            return 0
         if len(free) < count * self.size:
-            return None
+            return math.inf
         # Interchangeable devices are always taken lowest first, so the set of free ones is its own canonical form.
         key = (free, count)
         if key in self._memo:
             return self._memo[key]
-        best: tuple[int, tuple[Group, ...]] | None = None
-        lowest = min(free)
-        for group in self._groups_with(lowest, free):               # cheapest first
-            if best and (group.cost + (count - 1) * self._least >= best[0] or self.limited):
+        best = math.inf
+        for group in sorted(self._groups_with(min(free), free), key=self.cost):
+            if self.cost(group) + (count - 1) * self._least >= best or (self.limited and best < math.inf):
                 break
-            rest = self._search(free - set(group.devices), count - 1)
-            if rest and (best is None or group.cost + rest[0] < best[0]):
-                best = (group.cost + rest[0], (group,) + rest[1])
-        exact = best is not None and best[0] <= count * self._least
-        if not exact and not (self.limited and best) and len(free) > count * self.size:
-            # Some device stays without an instance: this one, and with it all it could change places with.
-            alike = {device for device in free if self._kinds[device] == self._kinds[lowest]}
-            without = self._search(free - alike, count)
-            if without and (best is None or without[0] < best[0]):
-                best = without
+            best = min(best, self.cost(group) + self._search(free - set(group), count - 1))
+        if best > count * self._least and not (self.limited and best < math.inf):
+            best = min(best, self._search(self._without_lowest(free), count))
         self._memo[key] = best
         return best
 
-    def _groups_with(self, lowest: int, free: frozenset[int]) -> list[Group]:
+    def _groups_with(self, lowest: int, free: frozenset[int]) -> list[tuple[int, ...]]:
+        """All groups of the lowest free device that differ in kind, in order."""
         by_kind: dict[int, list[int]] = {}
         for device in sorted(free - {lowest}):
             by_kind.setdefault(self._kinds[device], []).append(device)
@@ -171,7 +179,7 @@ class Cut:
         extend((lowest,), 0)
         self._seen += len(found)
         self.limited = self._seen > SEARCH_LIMIT
-        return sorted((Group(group, self.cost(group)) for group in found), key=lambda group: (group.cost, group.devices))
+        return sorted(found)
 
 
 # ----------------------------------------------------------------------------------------------------------- the plan
@@ -396,7 +404,7 @@ class _Plan:
                 continue
             cut = Cut(self.devices, self.links, pools[name] - set(self.taken), deployment["devices_per_instance"])
             for index, group in zip(missing, cut.best(len(missing))):
-                self._take(deployment, index, group.devices)
+                self._take(deployment, index, group)
             if cut.limited:
                 self._find("warning", "the links follow no pattern; a good cut is used, not proven to be the best", deployment)
 

@@ -148,6 +148,8 @@ def main() -> None:
     else:
         findings.append(f"{host}: {path} is there and not ours: dockerd will start with it")
 
+    for finding in findings:
+        module.warn(finding)
     module.exit_json(
         changed=changed,
         installed=installed,

@@ -76,7 +76,7 @@ EXAMPLES = r"""
 RETURN = r"""
 images:
   description: What the images are, by name. Empty where nothing could be inspected; without the images that check
-  mode would get.
+    mode would get.
   returned: success
   type: dict
   sample:

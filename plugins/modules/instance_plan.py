@@ -23,7 +23,8 @@ options:
     elements: dict
     required: true
   secrets:
-    description: Secret environment variables by instance name, as in V({"qwen38-tp2-0": {"VLLM_API_KEY": "..."}}).
+    description: >-
+      Secret environment variables by instance name, as in V({"qwen38-tp2-0": {"VLLM_API_KEY": "..."}}).
     type: dict
     default: {}
   max_unavailable:

@@ -221,7 +221,6 @@ class Backends:
         self.before: dict[str, Any] = {}
         self.after: dict[str, Any] = {}
         self.touched: list[str] = []
-        self.started = time.monotonic()
         self.waited_s = 0.0
         self.services = self._services()
         self.running = self.services is not None

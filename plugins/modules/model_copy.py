@@ -20,7 +20,7 @@ options:
     required: true
   id:
     description: The manifest id of the model at the source. May be left out in check mode, where the source may have
-    no manifest yet.
+      no manifest yet.
     type: str
   bytes:
     description: Size of the model, in bytes, for the check of the disk in check mode.
@@ -107,6 +107,7 @@ fetched_again:
 """
 
 import os
+from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.llmops.ascend.plugins.module_utils import model_copy
@@ -115,8 +116,8 @@ from ansible_collections.llmops.ascend.plugins.module_utils.manifest import Mani
 
 def copy(module: AnsibleModule) -> None:
     options = module.params
-    target, name = options["path"], options["source"]
-    diff = {"before": {target: "not there, or damaged"}, "after": {target: options["id"]}}
+    target, name = Path(options["path"]), options["source"]
+    diff = {"before": {str(target): "not there, or damaged"}, "after": {str(target): options["id"] or "whole"}}
     if options["id"] and not options["damaged"] and model_copy.is_whole(target, options["id"]):
         module.exit_json(changed=False, message=f"{target} is there", files=0, bytes=0, seconds=0.0, fetched_again=[])
     if module.check_mode:

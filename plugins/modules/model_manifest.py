@@ -118,7 +118,7 @@ rsync:
   type: bool
 ended_servers:
   description: Model servers that an interrupted run had left here and that were ended, see
-  M(llmops.ascend.model_server).
+    M(llmops.ascend.model_server).
   returned: success
   type: list
   elements: str

@@ -32,7 +32,8 @@ options:
     elements: str
     default: []
   secrets:
-    description: Secret environment variables by instance name, as in V({"qwen38-tp2-0": {"VLLM_API_KEY": "..."}}).
+    description: >-
+      Secret environment variables by instance name, as in V({"qwen38-tp2-0": {"VLLM_API_KEY": "..."}}).
     type: dict
     default: {}
   state:

@@ -180,7 +180,7 @@ def test_a_file_that_changes_while_it_is_read(model, monkeypatch):
 
     def read_while_written(path: str, sync: bool = False) -> str:
         digest = honest(path, sync)
-        with open(path, "ab") as file:
+        with Path(path).open("ab") as file:
             file.write(b"more")
         return digest
 

@@ -35,7 +35,7 @@ class Origin:
             (root / name).write_bytes(content)
         self.id = manifests.settle(str(root))[0].id
 
-    def fetch(self, paths: list[str], directory: str) -> None:
+    def fetch(self, paths: list[str], directory: Path) -> None:
         for path in paths:
             if path != manifests.MANIFEST_NAME:
                 if self.break_after is not None and len(self.asked) >= self.break_after:
@@ -60,14 +60,14 @@ def target(tmp_path: Path) -> Path:
 
 
 def receive(origin: Origin, target: Path, **options) -> model_copy.Report:
-    return model_copy.receive(str(target), origin.id, "machine69", origin.fetch, 2, **options)
+    return model_copy.receive(target, origin.id, "machine69", origin.fetch, 2, **options)
 
 
 def check(target: Path, origin: Origin) -> None:
     assert {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}.items() >= FILES.items()
     state = manifests.inspect(str(target), full=True)
     assert (state.status, state.id, state.extra) == ("whole", origin.id, [])
-    assert sorted(os.listdir(target.parent)) == [target.name]
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
 def test_a_model_arrives_whole(origin, target):
@@ -90,7 +90,7 @@ def test_an_interrupted_copy_is_not_there_and_resumes(origin, target, after):
     with pytest.raises(CopyError, match="broke off"):
         receive(origin, target)
     assert not target.exists()
-    assert model_copy.bytes_there(str(target)) >= 0
+    assert model_copy.bytes_there(target) >= 0
     origin.break_after, before = None, list(origin.asked)
     receive(origin, target)
     assert sorted(origin.asked) == sorted(FILES)
@@ -140,7 +140,7 @@ def test_a_shard_rotten_in_place_is_fetched_when_it_is_named(origin, target):
 
 
 def test_what_an_older_copy_left_is_removed(origin, target):
-    partial = Path(model_copy.partial_path(str(target)))
+    partial = model_copy.partial_path(target)
     partial.mkdir(parents=True)
     (partial / "old.safetensors").write_bytes(b"x")
     (partial / "config.json").write_bytes(b"x" * len(FILES["config.json"]))
@@ -185,14 +185,14 @@ def test_disk_too_small_is_said_before_the_first_byte(origin, target, monkeypatc
 
 def test_rsync_between_directories(origin, target):
     fetch = model_copy.rsync_fetch(Source("here", path=str(origin.root)), None, 0)
-    model_copy.receive(str(target), origin.id, "here", fetch, 2)
+    model_copy.receive(target, origin.id, "here", fetch, 2)
     check(target, origin)
 
 
 def test_rsync_says_what_it_lacks(tmp_path, target):
     fetch = model_copy.rsync_fetch(Source("here", path=str(tmp_path / "none")), None, 0)
     with pytest.raises(CopyError, match="the copy from here failed: .*No such file"):
-        model_copy.receive(str(target), "id", "here", fetch, 2)
+        model_copy.receive(target, "id", "here", fetch, 2)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_rsync_says_what_it_lacks(tmp_path, target):
     ],
 )
 def test_each_failure_is_one_line(code, error, said):
-    line = model_copy.explain(code, error, Source("machine69", "1.2.3.4", 40000), "/data/.m.partial")
+    line = model_copy.explain(code, error, Source("machine69", "1.2.3.4", 40000), Path("/data/.m.partial"))
     assert "\n" not in line
     assert re.search(said, line)
 

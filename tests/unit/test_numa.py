@@ -27,7 +27,8 @@ def test_cpu_lists(text, cpus):
 
 
 @pytest.mark.parametrize(("text", "reason"), [
-    ("3-1", "backwards"), ("0-3,2", "twice"), ("0,,1", "neither"), ("a", "neither"), ("0-", "neither"), ("-1", "neither"), ("0-3-5", "neither"),
+    ("3-1", "backwards"), ("0-3,2", "twice"), ("0,,1", "neither"), ("a", "neither"), ("0-", "neither"), ("-1", "neither"),
+    ("0-3-5", "neither"),
 ])
 def test_wrong_cpu_lists(text, reason):
     with pytest.raises(ValueError, match=reason):

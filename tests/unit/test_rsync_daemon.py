@@ -44,7 +44,7 @@ class Systemd:
 
 @pytest.fixture
 def systemd(tmp_path, monkeypatch):
-    monkeypatch.setattr(rsync_daemon, "RUNTIME", str(tmp_path / "run" / "model_server"))
+    monkeypatch.setattr(rsync_daemon, "RUNTIME", tmp_path / "run" / "model_server")
     fake = Systemd()
     yield fake
     for process in fake.units.values():
@@ -80,13 +80,13 @@ def test_a_model_travels_and_nothing_is_left(systemd, model, tmp_path):
     wanted = manifests.settle(str(model))[0].id
     source = serve(systemd, model)
     target = tmp_path / "there" / "NAME"
-    report = model_copy.receive(str(target), wanted, "machine69", model_copy.rsync_fetch(source, "s3cret", 0), 2)
+    report = model_copy.receive(target, wanted, "machine69", model_copy.rsync_fetch(source, "s3cret", 0), 2)
     assert report.files == 5
     state = manifests.inspect(str(target), full=True)
     assert (state.status, state.id) == ("whole", wanted)
     assert not any(path.is_symlink() for path in target.rglob("*"))
     assert rsync_daemon.stop("m66", systemd)
-    assert os.listdir(rsync_daemon.RUNTIME) == []
+    assert list(rsync_daemon.RUNTIME.iterdir()) == []
     assert not rsync_daemon.greets("127.0.0.1", source.port, 0.2)
     assert not rsync_daemon.stop("m66", systemd)
 
@@ -94,11 +94,11 @@ def test_a_model_travels_and_nothing_is_left(systemd, model, tmp_path):
 @needs_rsync
 def test_a_copy_that_was_cut_in_a_file_goes_on_in_it(systemd, model, tmp_path):
     wanted = manifests.settle(str(model))[0].id
-    partial = Path(model_copy.partial_path(str(tmp_path / "NAME")), model_copy.PARTIAL_DIR)
+    partial = model_copy.partial_path(tmp_path / "NAME") / model_copy.PARTIAL_DIR
     partial.mkdir(parents=True)
     (partial / "model-1.safetensors").write_bytes((model / "model-1.safetensors").read_bytes()[:40_000])
     fetch = model_copy.rsync_fetch(serve(systemd, model), "s3cret", 0)
-    model_copy.receive(str(tmp_path / "NAME"), wanted, "machine69", fetch, 2)
+    model_copy.receive(tmp_path / "NAME", wanted, "machine69", fetch, 2)
     assert manifests.inspect(str(tmp_path / "NAME"), full=True).status == "whole"
     assert not list((tmp_path / "NAME").rglob(model_copy.PARTIAL_DIR))
 
@@ -108,7 +108,7 @@ def test_a_copy_that_was_cut_in_a_file_goes_on_in_it(systemd, model, tmp_path):
 def test_who_is_not_let_in(systemd, model, tmp_path, options, secret):
     fetch = model_copy.rsync_fetch(serve(systemd, model, **options), secret, 0)
     with pytest.raises(CopyError, match=r"machine69 \(127.0.0.1\) refused the copy"):
-        model_copy.receive(str(tmp_path / "NAME"), "id", "machine69", fetch, 1)
+        model_copy.receive(tmp_path / "NAME", "id", "machine69", fetch, 1)
     assert not (tmp_path / "NAME").exists()
 
 
@@ -126,7 +126,7 @@ def test_nothing_can_be_written_or_listed(systemd, model, tmp_path):
 @needs_rsync
 def test_the_secret_is_root_s_alone_and_in_no_command(systemd, model):
     serve(systemd, model)
-    directory = Path(rsync_daemon.RUNTIME, "m66")
+    directory = rsync_daemon.RUNTIME / "m66"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (directory, directory / "secrets", directory / "rsyncd.conf")] == [
         0o700,
         0o600,
@@ -150,7 +150,7 @@ def test_leftovers_are_old_and_serve_nobody(systemd, model):
     serve(systemd, model)
     assert rsync_daemon.leftovers(systemd) == []
     old = time.time() - rsync_daemon.IDLE_S - 5
-    os.utime(os.path.join(rsync_daemon.RUNTIME, "m66"), (old, old))
+    os.utime(rsync_daemon.RUNTIME / "m66", (old, old))
     systemd.tasks = "3"
     assert rsync_daemon.leftovers(systemd) == []
     systemd.tasks = "1"

@@ -72,6 +72,12 @@ function M.balance()
     again(ctx)
   else
     ctx.tried = {}
+    -- A large body may have taken minutes to arrive: what was chosen before may be drained or gone by now.
+    local service = view.service(ctx.service.name)
+    if service ~= ctx.service then
+      ctx.service = service
+      ctx.backend = choose(service, ctx)
+    end
     -- Once only: more tries given at a later attempt would add up without end.
     local others = math.min(settings.proxy.more_tries, #ctx.service.backends - 1)
     if others > 0 then
