@@ -25,6 +25,7 @@ def layer(*packages: str) -> oci.Layer:
         root, sources = directory / "root", directory / "sources.list"
         sources.write_text(host.apt_sources())
         host.run(
+            "unshare", "--mount",  # what it mounts goes with it, also when it is killed
             "mmdebstrap", "--quiet", "--variant=essential", f"--include={','.join(included)}", "--format=directory",
             *(f"--aptopt={option}" for option in host.apt_options()), host.codename(), root, sources,
         )  # fmt: skip

@@ -48,7 +48,7 @@ def stopped(unit: str):
         yield
     finally:
         on_machine("systemctl", "start", unit)
-        on_machine("bash", "-c", "for _ in $(seq 100); do systemctl is-active -q $0 && ss -ltn | grep -q :8000 && break; sleep 0.2; done", unit)
+        on_machine("bash", "-c", "for _ in $(seq 100); do ss -ltn | grep -q :8000 && break; sleep 0.2; done")
 
 
 def test_all_is_well(verify):
@@ -92,7 +92,8 @@ def test_an_instance_that_is_down_is_one_line_and_the_service_lives(verify):
     assert line.startswith("machine69: qwen38-tp2-0 (http://") and "connection refused" in line
     assert "see `systemctl status qwen38-tp2-0`" in line
     assert "/health says connection refused" in output
-    assert report["services"][0]["unmet"] == [] or "spread" in report["services"][0]["unmet"][0]["name"]
+    assert report["services"][0]["unmet"] == []
+    assert len(report["distribution"]) == 1
 
 
 def test_another_key_than_the_engines(verify):

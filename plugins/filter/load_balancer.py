@@ -23,7 +23,7 @@ def load_balancer_failures(results: list[dict[str, Any]], machine: str) -> list[
     """One line per load balancer that was unreachable or failed, from results of a loop over load balancers."""
     lines = []
     for result in results:
-        if "msg" in result and not result.get("skipped"):
+        if result.get("unreachable") or (result.get("msg") and not result.get("skipped")):
             item = result["item"]
             balancer = item if isinstance(item, str) else item[0]
             lines.append(f"{machine} on load balancer {balancer}: {str(result['msg']).strip()}")

@@ -31,6 +31,11 @@ def offers(placement: dict[str, Any], known: list[dict[str, Any]], plan: list[di
     return load_balancer.registrations(instances, {**known_deployments, **plain(deployments)}, str(machine), str(address))
 
 
+def plan_lines(plan: list[dict[str, Any]], check_mode: bool = False) -> list[str]:
+    """What happens to each instance and why, a line each."""
+    return switching.plan_lines(plan, check_mode)
+
+
 def backend_ids(step: dict[str, Any], known: list[dict[str, Any]], machine: str) -> list[str]:
     """The ids of the backends that a step concerns."""
     return switching.backend_ids(step, known, machine)
@@ -53,4 +58,4 @@ class FilterModule:
 
     def filters(self) -> dict[str, Any]:
         return {"machines_to_roll": machines_to_roll, "needs_roll": needs_roll, "offers": offers, "backend_ids": backend_ids,
-                "merged_rows": merged_rows, "unfinished": unfinished}
+                "merged_rows": merged_rows, "plan_lines": plan_lines, "unfinished": unfinished}

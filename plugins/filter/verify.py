@@ -1,6 +1,6 @@
 """Filters of the role verify: doors to module_utils.verification and module_utils.expectations.
 
-backend_targets, service_targets and known_backends say what is to be asked, verify_keys with which keys (secret), verify_rows what
+backend_targets and service_targets say what is to be asked, verify_keys with which keys (secret), verify_rows what
 came of it, verify_report, verify_tables and unmet_lines show it; unmet_expectations judges any answers by any expectations.
 """
 
@@ -71,10 +71,8 @@ class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
         functions = {
             "backend_targets": verification.backend_targets,
-            "known_backends": verification.known_backends,
             "service_targets": verification.service_targets,
             "unmet_expectations": unmet_expectations,
-            "unmet_lines": verification.unmet_lines,
             "unmet_lines": verification.unmet_lines,
             "verify_keys": verification.keys,
             "verify_report": verification.report,

@@ -174,7 +174,9 @@ def resolve_deployments(deployments: dict[str, dict], overrides: dict[str, dict]
             if chosen in presets:
                 layers.insert(0, presets[chosen])
             else:
-                faults.append(f".preset: there is no preset {chosen!r}; {_suggest(chosen, presets)}")
+                # What the preset would have given is not missing besides.
+                messages.append(f"deployments.{name}.preset: there is no preset {chosen!r}; {_suggest(chosen, presets)}")
+                continue
         whole = merge(*layers)
         if not _UNIT_NAME.match(name):
             faults.append(": its name becomes that of systemd units; use letters, digits, '.', '_' and '-'")

@@ -252,7 +252,7 @@ class _Plan:
         for name in self.existing:
             for deployment in self.deployments:
                 index = name[len(deployment["name"]) + 1:]
-                if name == f"{deployment['name']}-{index}" and index.isdigit():
+                if name == f"{deployment['name']}-{index}" and index.isdigit() and index == str(int(index)):
                     wanted[name] = (deployment, int(index))
         return wanted
 
@@ -305,8 +305,7 @@ class _Plan:
             self._find("warning", f"{why}; placement assumes {number} devices{hint}")
         elif self.deployments:
             self._find("warning", f"{why}; nothing is placed (set expected_devices to plan ahead)")
-        return {device: Device(device, None, None, f"/dev/davinci{device}", None,
-                               self._fault(device, {}) if device in self.quarantined else None)
+        return {device: Device(device, None, None, f"/dev/davinci{device}", None, self._fault(device, {}))
                 for device in range(number)}
 
     def _fault(self, number: int, shown: dict | None) -> tuple[str, str] | None:
@@ -438,7 +437,7 @@ class _Plan:
         nodes = sorted({member.node for member in members if member.node is not None})
         lists = {node["cpus"] for node in self.facts.get("numa_nodes") or [] if node["id"] in nodes and node["cpus"]}
         lists = lists or {member.cpus for member in members if member.cpus}
-        whole = lists.copy().pop() if len(lists) == 1 else format_cpu_list(
+        whole = next(iter(lists)) if len(lists) == 1 else format_cpu_list(
             cpu for cpus in lists for cpu in parse_cpu_list(cpus))
         if binding == "node":
             return nodes, whole or None

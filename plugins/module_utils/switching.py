@@ -17,6 +17,16 @@ def needs_roll(steps: Iterable[Mapping[str, Any]]) -> bool:
     return any(step["kind"] not in QUIET_STEPS for step in steps)
 
 
+def plan_lines(plan: Iterable[Mapping[str, Any]], check_mode: bool) -> list[str]:
+    """What the switch does to each instance and why, a line each; those the plan leaves alone are not mentioned."""
+    verb = "would {}" if check_mode else "will {}"
+    return [
+        f"{verb.format(entry['action']) if entry['action'] != 'blocked' else 'blocked:'} {entry['name']}: {'; '.join(entry['reasons'])}"
+        for entry in plan
+        if entry["action"] != "none"
+    ]
+
+
 def serving(
     instances: Iterable[Mapping[str, Any]],
     known: Iterable[Mapping[str, Any]],

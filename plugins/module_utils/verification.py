@@ -13,6 +13,7 @@ A row is a place with the verdict: {level, health, name, asked, met, unmet [{nam
 from __future__ import annotations
 
 from typing import Any, Iterable, Mapping
+from urllib.parse import urlsplit
 
 from ansible_collections.llmops.ascend.plugins.module_utils.expectations import judge
 
@@ -35,7 +36,7 @@ def backend_targets(
     full_for = set(full_for)
     targets = []
     for instance in instances:
-        if not _is_placed(instance):
+        if instance["state"] != "placed":
             continue
         deployment = deployments[instance["deployment"]]
         place = {
@@ -52,20 +53,11 @@ def backend_targets(
     return targets
 
 
-def known_backends(instances: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The instances that stand behind a load balancer: [{service, backend: "ADDRESS:PORT"}]."""
-    return [
-        {"service": instance["service"], "backend": f"{instance['address']}:{instance['port']}"}
-        for instance in instances
-        if instance["service"] is not None and _is_placed(instance)
-    ]
-
-
 def service_targets(
     deployments: Iterable[Mapping[str, Mapping[str, Any]]],
     services: Mapping[str, Mapping[str, Any]],
     balancers: Mapping[str, str],
-    backends: Iterable[Mapping[str, str]],
+    backends: Iterable[Mapping[str, Any]],
     level: str,
     sessions: int,
     timeout_s: float,
@@ -73,16 +65,17 @@ def service_targets(
 ) -> list[dict[str, Any]]:
     """Every service that a deployment joins, through every load balancer.
 
-    `deployments` are those of each machine, `balancers` maps machine to address, `backends` is what known_backends says of each
-    machine. Sessions are opened at level full only.
+    `deployments` are those of each machine, `balancers` maps machine to address, `backends` are the rows of backends asked before: over
+    those that were healthy sessions must spread. Sessions are opened at level full only.
     """
     joined: dict[str, Mapping[str, Any]] = {}
     for deployment in (deployment for of_machine in deployments for deployment in of_machine.values()):
         if deployment["service"] is not None:
             joined.setdefault(deployment["service"], deployment)
-    known: dict[str, set[str]] = {}
-    for backend in backends:
-        known.setdefault(backend["service"], set()).add(backend["backend"])
+    healthy: dict[str, list[str]] = {}
+    for row in backends:
+        if row["health"] == 200:
+            healthy.setdefault(row["service"], []).append(urlsplit(row["url"]).netloc)
     targets = []
     for service, deployment in sorted(joined.items()):
         for machine, address in sorted(balancers.items()):
@@ -94,7 +87,7 @@ def service_targets(
             if level == "full" and sessions:
                 target["endpoint"]["sessions"] = target["expected"]["sessions"] = sessions
             target["expected"]["sticky"] = services[service].get("policy", "session") in STICKY_POLICIES
-            target["expected"]["backends"] = sorted(known.get(service, ()))
+            target["expected"]["backends"] = sorted(healthy.get(service, ()))
             targets.append(target)
     return targets
 
@@ -224,10 +217,6 @@ def _target(
         },
         "place": place,
     }
-
-
-def _is_placed(instance: Mapping[str, Any]) -> bool:
-    return instance.get("state", "placed") == "placed"
 
 
 def _url(address: str, port: int) -> str:

@@ -144,8 +144,10 @@ class Step:
         self.documents = {name: document for name, (document, _files) in rendered.items()}
         self.files = {name: files for name, (_document, files) in rendered.items()}
         self.seen, unknown = units.observe(run, docker, paths, self.names + self.replaces)
-        if unknown:
+        if unknown and not check_mode:
             raise Failure(f"docker does not tell what runs: {unknown}")
+        if docker is None and self.names and not check_mode:
+            raise Failure("there is no docker command: the role container_engine installs it")
         foreign = sorted(instance.foreign for instance in self.seen.values() if instance.foreign)
         if foreign:
             raise Failure("{} not ours: adopt or retire it first".format(", ".join(foreign)))
@@ -245,7 +247,7 @@ class Step:
                     self.results[name] = {"name": name, "action": actions[name],
                                           "seconds": round(time.monotonic() - started, 1)}
                     pending.discard(name)
-                elif unit.sub_state == "auto-restart" or (not unit.job and unit.active_state in ("failed", "inactive")):
+                elif not unit.job and (unit.sub_state == "auto-restart" or unit.active_state in ("failed", "inactive")):
                     failed[name] = self._log(name, since)
                     pending.discard(name)
             if pending:
@@ -261,7 +263,7 @@ class Step:
         undone = [name for name in undone if actions[name] != "none" and self._changed(name)]
         returning = undone + (self.replaces if undone else [])
         revived = [name for name in returning if self.seen[name].active or self.seen[name].running]
-        outcome = "nothing had changed, systemd tries again"
+        outcome = "it is as it was before, systemd tries again"
         if undone:
             self._stop(undone)
             gone = [name for name in undone if self.seen[name].document is None]
@@ -381,25 +383,23 @@ def _services(names):
 
 def container_processes(container):
     """{pid: start time} of the processes in a container, by their cgroup's name."""
-    found = {}
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and container in (read_process(process.name, "cgroup") or ""):
-            found[int(process.name)] = start_time(int(process.name))
-    return found
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    born = {pid: start_time(pid) for pid in pids if container in read_process(pid, "cgroup")}
+    return {pid: ticks for pid, ticks in born.items() if ticks is not None}
 
 
 def start_time(pid):
     """When the process started, in clock ticks since boot; None where it is gone or only a zombie is left."""
-    fields = (read_process(pid, "stat") or "").rpartition(")")[2].split()
+    fields = read_process(pid, "stat").rpartition(")")[2].split()
     return int(fields[19]) if fields and fields[0] not in ("Z", "X") else None
 
 
 def read_process(pid, name):
-    """A file of /proc/PID, or None where the process is gone."""
+    """A file of /proc/PID, empty where the process is gone."""
     try:
-        return read_text(f"/proc/{pid}/{name}")
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     except OSError:
-        return None
+        return ""
 
 
 def main():

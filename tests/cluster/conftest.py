@@ -93,17 +93,18 @@ class Cluster:
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
-        self.environment = dict(line.removeprefix("export ").split("=", 1) for line in lab("env").split())
+        self.environment = dict(line.removeprefix("export ").split("=", 1) for line in lab("env").splitlines())
         self.management = self.environment["LLMOPS_LAB_MANAGEMENT"]
         self.key = yaml.safe_load((ROOT / "inventory/lab/hosts.yml").read_text())["all"]["vars"]["services"][SERVICE]["api_key"]
         self.url = f"http://{self.management}.69:2219"
 
     # what an operator does
-    def playbook(self, playbook: str = "site.yml", inventory: Path | str = ROOT / "inventory/lab", limit: str | None = None, check: bool = False,
+    def playbook(self, playbook: str = "site.yml", inventory: Path = ROOT / "inventory/lab", limit: str | None = None, check: bool = False,
                  cancel=None, **extra) -> Run:
         """Run a playbook to its end, or until `cancel()` is true (then its process group is killed)."""
         arguments = " ".join(filter(None, [f"--limit {limit}" if limit else "", "--check --diff" if check else ""]))
         private = self.scratch / f"run-{time.monotonic_ns()}"
+        private.mkdir()
         result = ansible_runner.run(
             private_data_dir=str(private), project_dir=str(ROOT), playbook=playbook, inventory=str(inventory), quiet=True, cmdline=arguments or None,
             extravars=extra or None, envvars={**self.environment, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")}, cancel_callback=cancel,
@@ -116,9 +117,11 @@ class Cluster:
         """A copy of the lab's inventory, changed by `change(data)`, as an operator would edit it."""
         data = yaml.safe_load((ROOT / "inventory/lab/hosts.yml").read_text())
         change(data)
-        path = self.scratch / f"inventory-{time.monotonic_ns()}.yml"
-        path.write_text(yaml.safe_dump(data, sort_keys=False))
-        return path
+        directory = self.scratch / f"inventory-{time.monotonic_ns()}"
+        directory.mkdir()
+        (directory / "group_vars").symlink_to(ROOT / "inventory/lab/group_vars")
+        (directory / "hosts.yml").write_text(yaml.safe_dump(data, sort_keys=False))
+        return directory
 
     # what runs
     def containers(self, machine: str) -> dict:
@@ -138,7 +141,7 @@ class Cluster:
     def backends(self) -> dict:
         """{backend id: row} as the load balancer's own admin interface shows them."""
         text = on(BALANCER, "python3 -c '" + ADMIN + "'")
-        return {row["id"]: row for service in json.loads(text)["services"].values() for row in service["backends"]}
+        return {row["id"]: row for service in json.loads(text)["services"].values() for row in service["backends"].values()}
 
     def active(self) -> list:
         return sorted(name for name, row in self.backends().items() if row["state"] == "active")
@@ -177,7 +180,7 @@ class Cluster:
 ADMIN = ("import http.client, socket\n"
          "class C(http.client.HTTPConnection):\n"
          "  def connect(self):\n"
-         "    self.sock = socket.socket(socket.AF_UNIX); self.sock.connect(\"/run/llmops/load_balancer.sock\")\n"
+         "    self.sock = socket.socket(socket.AF_UNIX); self.sock.connect(\"/run/llmops/load_balancer/admin.sock\")\n"
          "c = C(\"lb\"); c.request(\"GET\", \"/status\"); print(c.getresponse().read().decode())")
 
 

@@ -36,6 +36,7 @@ MODULES = [
     if path.exists()
 ]
 CLUSTER, SERVICE = "test", "qwen"
+WORKERS = 2
 
 
 def free_port() -> int:
@@ -45,7 +46,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def eventually(check: Callable[[], Any], timeout_s: float = 5, every_s: float = 0.02) -> Any:
+def eventually(check: Callable[[], Any], timeout_s: float = 10, every_s: float = 0.02) -> Any:
     """Returns check()'s first true answer; fails when there is none within the time."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -173,7 +174,7 @@ class Balancer:
             **defaults,
             "load_balancer_nginx_modules": MODULES,
             "load_balancer_user": "root" if os.geteuid() == 0 else "nobody",
-            "load_balancer_worker_processes": 2,
+            "load_balancer_worker_processes": WORKERS,
             "load_balancer_worker_connections": 1024,
             "load_balancer_open_files": 2048,
             "load_balancer_directory": here,
@@ -232,7 +233,7 @@ class Balancer:
         """Reloads the configuration and waits until new workers serve."""
         old = set(self.workers())
         self.process.send_signal(signal.SIGHUP)
-        eventually(lambda: len(set(self.workers()) - old) == len(old) and self.answers())
+        eventually(lambda: len(set(self.workers()) - old) == WORKERS and self.answers())
         time.sleep(0.1)
 
     def log(self, name: str) -> str:

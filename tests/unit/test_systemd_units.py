@@ -2,10 +2,17 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
+from pathlib import Path
 
 import pytest
-from ansible_collections.llmops.ascend.plugins.modules.systemd_units import Failure, Step, container_processes
+from ansible_collections.llmops.ascend.plugins.modules.systemd_units import (
+    Failure,
+    Step,
+    container_processes,
+    start_time,
+)
 from instance_machine import Machine, specification
 
 NAMES = ["qwen38-tp2-0", "qwen38-tp2-1", "qwen38-tp2-2", "qwen38-tp2-3"]
@@ -186,5 +193,16 @@ def test_dockerd_away_stops_the_step(machine):
         step(machine, [specification()])
 
 
-def test_no_process_is_in_a_container_that_is_not_there():
+def test_no_docker_is_said_at_once(machine):
+    with pytest.raises(Failure, match="there is no docker command"):
+        Step(machine.run, None, machine.paths, [specification()], {}, [NAMES[0]], [])
+    assert Step(machine.run, None, machine.paths, [specification()], {}, [NAMES[0]], [], check_mode=True).apply()
+
+
+def test_processes_of_a_container_are_those_of_its_cgroup():
     assert container_processes("0" * 64) == {}
+    born = start_time(os.getpid())
+    assert born > 0
+    own_cgroup = Path("/proc/self/cgroup").read_text().strip()
+    assert container_processes(own_cgroup)[os.getpid()] == born
+    assert start_time(2 ** 22 + 1) is None

@@ -70,9 +70,9 @@ def unmet_with(*faults: str, level: str = "full") -> list[str]:
 def balanced_target(policy: str = "session", level: str = "full") -> dict:
     """What verify makes of the service through a load balancer, with three backends known."""
     services = {**SERVICES, "qwen": {**SERVICES["qwen"], "policy": policy}}
-    known = [{"service": "qwen", "backend": backend} for backend in BACKENDS]
+    asked = [{"service": "qwen", "url": f"http://{backend}", "health": 200} for backend in BACKENDS]
     (target,) = verification.service_targets(
-        [DEPLOYMENTS], services, {"machine69": "198.18.254.69"}, known, level, 16, 5, 0
+        [DEPLOYMENTS], services, {"machine69": "198.18.254.69"}, asked, level, 16, 5, 0
     )
     return target
 
@@ -176,7 +176,6 @@ def test_instances_named_are_asked_in_full_and_blocked_ones_not_at_all():
     instances = [INSTANCE, {**INSTANCE, "name": "tp2-1", "port": 8001}, {**INSTANCE, "name": "tp2-2", "state": "blocked"}]
     made = verification.backend_targets(instances, DEPLOYMENTS, SERVICES, "machine66", "brief", ["tp2-1"], 5)
     assert [(t["endpoint"]["name"], t["endpoint"]["level"]) for t in made] == [("tp2-0", "brief"), ("tp2-1", "full")]
-    assert [backend["backend"] for backend in verification.known_backends(instances)] == ["127.0.0.1:8000", "127.0.0.1:8001"]
 
 
 def test_an_ipv6_address_stands_in_brackets():
@@ -197,6 +196,14 @@ def test_an_ipv6_address_stands_in_brackets():
 )
 def test_through_a_load_balancer(faults, policy, names):
     assert unmet_through_balancer(*faults, policy=policy) == names
+
+
+def test_sessions_need_not_spread_over_backends_that_are_down():
+    rows = [{"service": "qwen", "url": f"http://127.0.0.1:{port}", "health": health} for port, health in ((8000, 200), (8001, "none"))]
+    (target,) = verification.service_targets([DEPLOYMENTS], SERVICES, {"machine69": "127.0.0.1"}, rows, "full", 16, 5, 0)
+    assert target["expected"]["backends"] == ["127.0.0.1:8000"]
+    with fake_endpoint("one backend") as endpoint:
+        assert row_of(target, endpoint.url)["unmet"] == []
 
 
 def test_no_sessions_are_opened_at_level_brief():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -127,8 +128,9 @@ class API:
         fault = self._fault()
         guarded = request.path.startswith("/v1")
         if request.path != "/lab/fault":
-            if "hang" in fault:
-                await self.engine.dead.wait()
+            while "hang" in fault and not self.engine.dead.is_set():
+                await asyncio.sleep(0.1)
+                fault = self._fault()
             if guarded and "reset" in fault:
                 response.reset()
                 return

@@ -34,6 +34,10 @@ class KVCache:
         self._private = 0  # blocks reserved by running sequences that have no name yet
 
     @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_tokens
+
+    @property
     def usage(self) -> float:
         """Share of the blocks that running sequences use, 0 to 1."""
         return (len(self._pins) + self._private) / self.blocks
@@ -57,9 +61,6 @@ class KVCache:
         self._private += needed
         self._make_room()
         return Sequence(self, hits, needed, salt)
-
-    def fits(self, tokens: int) -> bool:
-        return -(-tokens // self.block_tokens) <= self.blocks
 
     def _pin(self, name: bytes) -> None:
         self._idle.pop(name, None)

@@ -3,7 +3,7 @@
 marshal is fit here and nowhere else: both ends are forks of one interpreter, and the messages are plain tuples.
 
 API server to core:  ("add", id, prompt: bytes, output: bytes, salt: str)   ("abort", id)   ("fault", fault | None)
-core to API server:  ("ready", facts)   ("failed", message)   ("step", outputs, stats)
+core to API server:  ("ready", blocks)   ("step", outputs, stats)
 
 An output is (id, new tokens, cached prompt tokens, times | None); times come with the last one, as monotonic seconds
 (arrived, scheduled, first token, last token). Stats are those of the scheduler, see core.Core._stats.

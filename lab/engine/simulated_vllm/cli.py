@@ -70,11 +70,9 @@ def serve(config: Config) -> int:
 
 
 def wait_until_loaded(connection: socket.socket) -> int:
-    """Waits for the core; returns its number of cache blocks. Raises EOFError when it failed."""
-    for kind, value in Channel(connection).receive(None):
-        if kind == "ready":
-            return value
-    raise EOFError
+    """Waits for the core's first message; returns its number of cache blocks. Raises EOFError when the core failed."""
+    [(_, blocks)] = Channel(connection).receive(None)
+    return blocks
 
 
 def main(arguments: list[str] | None = None) -> int:

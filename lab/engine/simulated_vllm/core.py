@@ -218,6 +218,25 @@ def load(config: Config, load_s: float, sleep: Callable[[float], object]) -> Non
     LOG.info("core.py:272", f"init engine (profile, create kv cache, warmup model) took {took:.2f} seconds")
 
 
+def start(config: Config, settings: SettingsFile, channel: Channel) -> Core:
+    """Takes the devices and loads. Raises DeviceError, ValueError, RuntimeError, and EOFError when the API server is gone."""
+    chosen = devices.visible(config.world_size)
+    devices.hold(chosen)
+    LOG.info("parallel_state.py:1203", f"world size {config.world_size}, devices {chosen}")
+    if "crash_on_load" in (settings.current().fault(config.port) or {}):
+        raise RuntimeError("NPU out of memory (simulated)")
+    load(config, settings.current().load_s, channel.receive)  # a sleep that ends when the API server does
+    core = Core(config, settings, channel)
+    LOG.info("kv_cache_utils.py:1087", f"GPU KV cache size: {core.cache.tokens:,} tokens")
+    if core.cache.tokens < config.max_model_len:
+        raise ValueError(
+            f"To serve at least one request with the models's max seq len ({config.max_model_len}), more KV cache is needed than is "
+            f"available: {core.cache.tokens} tokens. Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when "
+            f"initializing the engine."
+        )
+    return core
+
+
 def main(config: Config, connection: socket.socket) -> int:
     """The life of the core process; returns its exit code."""
     # As long as the API server lives, stopping is its decision: a control group that is told to stop tells both.
@@ -225,22 +244,13 @@ def main(config: Config, connection: socket.socket) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Path("/proc/self/comm").write_text("VLLM::EngineCore")
     channel = Channel(connection)
-    settings = SettingsFile()
     try:
         try:
-            chosen = devices.visible(config.world_size)
-            devices.hold(chosen)
-        except devices.DeviceError as error:
-            LOG.error("core.py:866", f"EngineCore failed to start.\nRuntimeError: {error}")
-            channel.send("failed", str(error))
+            core = start(config, SettingsFile(), channel)
+        except (RuntimeError, ValueError) as error:
+            kind = "ValueError" if isinstance(error, ValueError) else "RuntimeError"
+            LOG.error("core.py:866", f"EngineCore failed to start.\n{kind}: {error}")
             return 1
-        LOG.info("parallel_state.py:1203", f"world size {config.world_size}, devices {chosen}")
-        if "crash_on_load" in (settings.current().fault(config.port) or {}):
-            LOG.error("core.py:866", "EngineCore failed to start.\nRuntimeError: NPU out of memory (simulated)")
-            return 1
-        load(config, settings.current().load_s, channel.receive)  # which ends when the API server does
-        core = Core(config, settings, channel)
-        LOG.info("kv_cache_utils.py:1087", f"GPU KV cache size: {core.cache.blocks * config.block_size:,} tokens")
         channel.send("ready", core.cache.blocks)
         core.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
