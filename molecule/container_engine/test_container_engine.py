@@ -12,6 +12,8 @@ import pytest
 PROJECT = Path(os.environ["MOLECULE_PROJECT_DIRECTORY"])
 MACHINE = "machine69"
 DAEMON_JSON = "/etc/docker/daemon.json"
+# dockerd keeps what it runs with for keys that are not there when it reloads: say them.
+FOREIGN = '{"live-restore": false, "insecure-registries": []}'
 
 testinfra_hosts = [f"ansible://{MACHINE}?force_ansible=True"]
 
@@ -70,18 +72,18 @@ def test_what_only_a_start_applies_is_said_and_waits(host, restored):
 
 
 def test_an_engine_that_is_not_ours_is_left_alone(host, restored):
-    on(f"echo '{{}}' > {DAEMON_JSON}; systemctl reload docker")
+    on(f"echo '{FOREIGN}' > {DAEMON_JSON}; systemctl reload docker")
     before = pid()
     done = play()
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == 0 and "changed=0" in said, said
     assert "machine69: restarting dockerd will stop every instance (no live-restore); it is not ours to change" in said
     assert "machine69: dockerd does not accept" in said
-    assert host.file(DAEMON_JSON).content_string == "{}\n" and pid() == before
+    assert host.file(DAEMON_JSON).content_string == FOREIGN + "\n" and pid() == before
 
 
 def test_an_engine_that_is_not_ours_is_not_started_either(host, restored):
-    on(f"echo '{{}}' > {DAEMON_JSON}; systemctl stop docker.socket docker.service")
+    on(f"echo '{FOREIGN}' > {DAEMON_JSON}; systemctl stop docker.socket docker.service")
     done = play()
     assert done.returncode != 0
     assert "machine69: dockerd is installed but does not run, and is not ours to start" in " ".join(done.stdout.split())

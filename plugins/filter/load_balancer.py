@@ -26,7 +26,8 @@ def load_balancer_failures(results: list[dict[str, Any]], machine: str) -> list[
         if result.get("unreachable") or (result.get("msg") and not result.get("skipped")):
             item = result["item"]
             balancer = item if isinstance(item, str) else item[0]
-            lines.append(f"{machine} on load balancer {balancer}: {str(result['msg']).strip()}")
+            reason = " ".join(str(result["msg"]).removeprefix("Task failed: ").split())
+            lines.append(f"{machine} on load balancer {balancer}: {reason}")
     return lines
 
 

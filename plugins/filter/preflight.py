@@ -118,12 +118,13 @@ def placement_findings(
 ) -> list[dict[str, str]]:
     """What placement and the facts it rests on have to say, as findings of preflight.
 
-    Devices that were only assumed are an error, save in check mode, where the driver may be what is missing yet.
+    Devices that were only assumed are an error, save in check mode, where the driver may be what is missing yet. (Placement says
+    that it assumed something wherever something was to be placed.)
     """
     placement, accelerators = plain(placement), plain(accelerators)
     said = [(finding["level"], finding["message"]) for finding in placement["findings"]]
     said += [("warning", warning) for warning in accelerators.get("warnings") or []]
-    if placement["assumed"] and placement["instances"] and not check_mode:
+    if placement["assumed"] and said and not check_mode:
         reason = accelerators.get("reason") or "the module accelerator_facts has not run"
         said.append(("error", f"no device is shown: {reason}"))
     prefix = f"{machine}: "
