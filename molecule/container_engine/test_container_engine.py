@@ -55,7 +55,7 @@ def test_dockerd_runs_at_boot_and_follows_our_configuration(host):
     assert host.file(DAEMON_JSON).mode == 0o644
 
 
-def test_a_changed_variable_is_applied_by_reload(host, restored):
+def test_a_changed_variable_is_applied_by_reload(restored):
     before = pid()
     done = play(container_engine_insecure_registries=["198.18.0.0/15", "other.site:5000"])
     assert done.returncode == 0 and "changed=1" in done.stdout, done.stdout
@@ -64,14 +64,14 @@ def test_a_changed_variable_is_applied_by_reload(host, restored):
     assert pid() == before
 
 
-def test_what_only_a_start_applies_is_said_and_waits(host, restored):
+def test_what_only_a_start_applies_is_said_and_waits(restored):
     before = pid()
     done = play(container_engine_log_max_files=5)
     assert done.returncode == 0 and "log-opts of /etc/docker/daemon.json waits for dockerd's next start" in done.stdout + done.stderr
     assert pid() == before
 
 
-def test_an_engine_that_is_not_ours_is_left_alone(host, restored):
+def test_an_engine_that_is_not_ours_is_left_alone(restored):
     on(f"echo '{FOREIGN}' > {DAEMON_JSON}; systemctl reload docker")
     before = pid()
     done = play()
@@ -79,7 +79,7 @@ def test_an_engine_that_is_not_ours_is_left_alone(host, restored):
     assert done.returncode == 0 and "changed=0" in said, said
     assert "machine69: restarting dockerd will stop every instance (no live-restore); it is not ours to change" in said
     assert "machine69: dockerd does not accept" in said
-    assert host.file(DAEMON_JSON).content_string == FOREIGN + "\n" and pid() == before
+    assert on(f"cat {DAEMON_JSON}") == FOREIGN and pid() == before
 
 
 def test_an_engine_that_is_not_ours_is_not_started_either(host, restored):
@@ -90,7 +90,7 @@ def test_an_engine_that_is_not_ours_is_not_started_either(host, restored):
     assert not host.service("docker").is_running
 
 
-def test_a_broken_configuration_is_said_in_one_line(host, restored):
+def test_a_broken_configuration_is_said_in_one_line(restored):
     on(f"echo '{{' > {DAEMON_JSON}")
     done = play()
     assert done.returncode != 0

@@ -124,7 +124,7 @@ def placement_findings(
     placement, accelerators = plain(placement), plain(accelerators)
     said = [(finding["level"], finding["message"]) for finding in placement["findings"]]
     said += [("warning", warning) for warning in accelerators.get("warnings") or []]
-    if placement["assumed"] and said and not check_mode:
+    if placement["assumed"] and placement["findings"] and not check_mode:
         reason = accelerators.get("reason") or "the module accelerator_facts has not run"
         said.append(("error", f"no device is shown: {reason}"))
     prefix = f"{machine}: "

@@ -267,13 +267,20 @@ class Balancer:
         """A service's backends by id: {id, machine, address, port, model, state, in_flight, ...}; none if unknown."""
         return self.status()["services"].get(service, {}).get("backends", {})
 
-    def drain(self, service: str, ids: Iterable[str], max_unavailable: int | None = None) -> list[str]:
+    def drain(
+        self, service: str, ids: Iterable[str], max_unavailable: int | None = None, by: str | None = None
+    ) -> list[str]:
         """Sends new requests elsewhere; returns the ids that were not drained before. Refused: max_unavailable."""
-        order = {"service": service, "ids": sorted(ids)}
+        order: dict[str, Any] = {"service": service, "ids": sorted(ids)}
+        if by is not None:
+            order["by"] = by
         if max_unavailable is not None:
             order["max_unavailable"] = max_unavailable
         return list(self._ask("POST", "/drain", order)["changed"])
 
-    def activate(self, service: str, ids: Iterable[str]) -> list[str]:
-        """Ends drains; returns the ids that were drained."""
-        return list(self._ask("POST", "/activate", {"service": service, "ids": sorted(ids)})["changed"])
+    def activate(self, service: str, ids: Iterable[str], by: str | None = None) -> list[str]:
+        """Ends drains, those of one maker where `by` is given; returns the ids that were drained."""
+        order: dict[str, Any] = {"service": service, "ids": sorted(ids)}
+        if by is not None:
+            order["by"] = by
+        return list(self._ask("POST", "/activate", order)["changed"])

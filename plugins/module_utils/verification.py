@@ -185,8 +185,10 @@ def _target(
     timeout_s: float,
 ) -> dict[str, Any]:
     arguments = deployment["args"]
-    reasoning = bool(arguments.get("reasoning_parser"))
-    tools = bool(arguments.get("enable_auto_tool_choice") and arguments.get("tool_call_parser"))
+    # Random weights answer, but neither think nor call.
+    sensible = arguments.get("load_format") != "dummy"
+    reasoning = sensible and bool(arguments.get("reasoning_parser"))
+    tools = sensible and bool(arguments.get("enable_auto_tool_choice") and arguments.get("tool_call_parser"))
     longest = arguments.get("max_model_len")
     service = deployment["service"]
     return {

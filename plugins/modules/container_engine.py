@@ -125,6 +125,8 @@ def main() -> None:
         current = json.loads(text) if text and text.strip() else None
     except ValueError as error:
         module.fail_json(msg=f"{host}: {path} is not JSON ({error}): repair it or move it away")
+    if not isinstance(current, (dict, type(None))):
+        module.fail_json(msg=f"{host}: {path} holds no JSON object: repair it or move it away")
 
     installed = shutil.which("dockerd", path="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin") is not None
     info = engine_info(Engine(module.params["socket"], 30)) if installed else None

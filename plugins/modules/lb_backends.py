@@ -82,6 +82,12 @@ options:
     type: str
     choices: [present, absent, drained, active, purged, imported]
     default: present
+  by:
+    description: >-
+      Who drains, for C(drained) and C(absent). C(active) with it ends only drains of that one, and C(present) with it ends
+      them too, as after a run that was interrupted between drain and return. Without it C(drained) is an operator's drain,
+      C(active) ends every drain, and C(present) none.
+    type: str
   max_unavailable:
     description: >-
       For C(drained) and C(absent), refuse when more backends of the service than this would be unavailable, counting
@@ -327,7 +333,7 @@ class Backends:
 
         def is_taken() -> bool:
             try:
-                self.balancer.drain(service, ids, self.options["max_unavailable"])
+                self.balancer.drain(service, ids, self.options["max_unavailable"], self.options["by"])
             except Refused as problem:
                 refusal[:] = [str(problem)]
                 return False
@@ -358,6 +364,20 @@ class Backends:
             f"{self.options['timeout_s']} s: {'; '.join(missing)}. See its error log and the instance's own"
         )
 
+    def end_drains(self, service: str, ids: list[str]) -> None:
+        """Ends the drains among ids, those of one maker where I(by) names it."""
+        by = self.options["by"]
+        out = {
+            name: entry
+            for name, entry in self.shown(service, ids).items()
+            if entry["state"] in ("draining", "drained") and by in (None, entry.get("drained_by"))
+        }
+        for name, entry in out.items():
+            self.before[f"{service}/{name}"], self.after[f"{service}/{name}"] = entry["state"], "active"
+        if out and self.running and not self.module.check_mode:
+            self.balancer.activate(service, list(out), by)
+            self.services = self._services()
+
     # --- states ---
 
     def present(self) -> None:
@@ -375,6 +395,8 @@ class Backends:
             )
         ids = [backend["id"] for backend in content["backends"]]
         self.await_answers(options["service"], ids, ("active", "draining", "drained"))
+        if options["by"] is not None:
+            self.end_drains(options["service"], ids)
 
     def absent(self) -> None:
         """Drains and removes the chosen backends of the machine."""
@@ -397,19 +419,10 @@ class Backends:
         for file in self.own():
             self.touched.append(str(file.path))
             service, ids = file.content["service"], self.chosen(file)
-            out = {
-                name: entry
-                for name, entry in self.shown(service, ids).items()
-                if entry["state"] in ("draining", "drained")
-            }
-            for name, entry in out.items():
-                self.before[f"{service}/{name}"], self.after[f"{service}/{name}"] = entry["state"], "active"
-            if self.module.check_mode or not self.running:
-                continue
-            if out:
-                self.balancer.activate(service, list(out))
-                self.services = self._services()
-            self.await_answers(service, list(self.shown(service, ids)), ("active",))
+            self.end_drains(service, ids)
+            if self.running and not self.module.check_mode:
+                kept = {name for name, entry in self.shown(service, ids).items() if entry["state"] in ("draining", "drained")}
+                self.await_answers(service, list(set(self.shown(service, ids)) - kept), ("active",))
 
     def purged(self) -> None:
         """Removes what belongs to machines that left the cluster."""
@@ -489,6 +502,7 @@ def main() -> None:
                 "choices": ["present", "absent", "drained", "active", "purged", "imported"],
                 "default": "present",
             },
+            "by": {"type": "str"},
             "max_unavailable": {"type": "int"},
             "slot_timeout_s": {"type": "int", "default": 0},
             "timeout_s": {"type": "int", "default": 60},

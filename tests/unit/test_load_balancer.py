@@ -94,11 +94,13 @@ def test_registrations_leave_out_what_is_blocked_or_behind_no_balancer():
         "a": {"service": "s", "model": "Qwen", "weight": 2, "max_concurrent": 32},
         "b": {"service": None, "model": "Staging"},
         "c": {"service": "t", "model": "Other", "weight": 1, "max_concurrent": None},
+        "gone": {"service": "u"},
     }
     instances = [
         {"name": "a-0", "deployment": "a", "port": 8000, "state": "placed"},
         {"name": "a-1", "deployment": "a", "port": 8001, "state": "blocked"},
         {"name": "b-0", "deployment": "b", "port": 8002, "state": "placed"},
+        {"name": "gone-0", "deployment": "gone", "port": 8003},
     ]
     assert lb.registrations(instances, deployments, "m", "10.0.0.1") == [
         {
@@ -116,6 +118,12 @@ def test_registrations_leave_out_what_is_blocked_or_behind_no_balancer():
             ],
         },
         {"service": "t", "backends": []},
+        {
+            "service": "u",
+            "backends": [
+                {"id": "m:8003", "instance": "gone-0", "address": "10.0.0.1", "port": 8003, "weight": 1},
+            ],
+        },
     ]
 
 

@@ -139,6 +139,19 @@ def test_drain_lets_running_requests_finish_and_survives_reload_and_restart(tmp_
         assert balancer.homes(SESSIONS) == homes
 
 
+def test_a_drain_belongs_to_who_made_it(tmp_path):
+    with cluster(tmp_path, 2) as (balancer, engines):
+        mine, theirs = (engine.id for engine in engines)
+        balancer.admin.drain(SERVICE, [mine], by="site.yml")
+        balancer.admin.drain(SERVICE, [theirs])
+        assert balancer.admin.drain(SERVICE, [theirs], by="site.yml") == []
+        assert balancer.admin.activate(SERVICE, [mine, theirs], by="site.yml") == [mine]
+        backends = balancer.admin.backends(SERVICE)
+        assert backends[mine]["state"] == "active"
+        assert backends[theirs]["state"] == "drained" and backends[theirs]["drained_by"] == "operator"
+        assert balancer.admin.activate(SERVICE, [theirs]) == [theirs]
+
+
 def test_a_drain_ends_with_its_backend(tmp_path):
     with cluster(tmp_path, 2) as (balancer, engines):
         balancer.admin.drain(SERVICE, [engines[0].id])

@@ -7,7 +7,10 @@ import struct
 from pathlib import Path
 
 import pytest
+from ansible_collections.llmops.ascend.plugins.filter import preflight as filters
+from ansible_collections.llmops.ascend.plugins.filter.resolve_deployments import load_presets
 from ansible_collections.llmops.ascend.plugins.module_utils import preflight
+from ansible_collections.llmops.ascend.plugins.module_utils.deployments import resolve_deployments
 from ansible_collections.llmops.ascend.plugins.module_utils.preflight import Listener, Process
 from hypothesis import given
 from hypothesis import strategies as st
@@ -204,3 +207,61 @@ def test_architecture():
     assert preflight.architecture_findings("aarch64", ["aarch64", "x86_64"]) == []
     (finding,) = preflight.architecture_findings("riscv64", ["aarch64", "x86_64"])
     assert "riscv64" in finding["message"] and "aarch64 and x86_64" in finding["message"]
+
+
+def placed(assumed: bool, findings: tuple = (), instances: int = 1) -> dict:
+    """A placement as place_instances returns it, as far as preflight reads it."""
+    instance = {"name": "a-0", "address": "198.18.254.66", "port": 8000, "state": "placed", "device_nodes": ["/dev/davinci0"]}
+    messages = [{"level": "warning", "message": f"machine66: {finding}"} for finding in findings]
+    return {"instances": [instance] * instances, "findings": messages, "explain": [], "assumed": assumed}
+
+
+def test_what_placement_and_facts_say_becomes_findings():
+    said = filters.placement_findings(placed(False, ("a-1 is blocked",)), {"warnings": ["sysfs and table differ"]}, "machine66", False)
+    assert [(finding["level"], finding["message"]) for finding in said] == [
+        ("warning", "a-1 is blocked"),
+        ("warning", "sysfs and table differ"),
+    ]
+
+
+def test_assumed_devices_are_an_error_save_in_check_mode():
+    nothing = placed(True, ("nothing is placed",), instances=0)
+    facts = {"reason": "npu-smi is not there"}
+    assert [f["level"] for f in filters.placement_findings(nothing, facts, "machine66", True)] == ["warning"]
+    *_, error = filters.placement_findings(nothing, facts, "machine66", False)
+    assert (error["level"], error["message"]) == ("error", "no device is shown: npu-smi is not there")
+    assert filters.placement_findings(placed(True, instances=0), facts, "machine66", False) == []
+    assert filters.placed_wants(placed(True))[0]["device_nodes"] == []
+    assert filters.placed_wants(placed(False))[0]["device_nodes"] == ["/dev/davinci0"]
+
+
+def test_what_is_wanted_of_a_worker_that_is_the_load_balancer_too():
+    deployments, faults = resolve_deployments(
+        {"tp2": {"preset": "qwen3.8-27b-w8a8", "instances": 2}}, {}, load_presets(), None
+    )
+    assert not faults
+    variables = {
+        "ansible_host": "198.18.254.69",
+        "data_address": "198.18.11.69",
+        "services": {"qwen": {"listen_port": 2219, "api_key": "none"}},
+    }
+    wants = filters.machine_wants(variables, deployments, ["workers", "load_balancers"], 100, 50)
+    assert wants["names"] == ["tp2-0", "tp2-1"]
+    assert [want["address"] for want in wants["addresses"]] == ["198.18.254.69", "198.18.11.69"]
+    assert [(want["path"], want["free_mb"]) for want in wants["disk"]] == [
+        ("/data/models/Qwen3.8-27B-W8A8", 100),
+        ("/var/lib/docker", 50),
+    ]
+    assert [(want["port"], want["unit"]) for want in wants["ports"]] == [(2219, "llmops-load-balancer.service")]
+    assert filters.machine_wants(variables, {}, ["load_balancers"], 100, 50)["disk"] == []
+    assert filters.service_addresses(["machine69"], {"machine69": variables}) == {"machine69": "198.18.254.69"}
+
+
+def test_findings_are_shown_and_said():
+    one = {"level": "warning", "machine": "machine67", "check": "disk", "message": "full", "remedy": "empty it"}
+    other = {"level": "error", "machine": "machine66", "check": "port", "message": "held", "remedy": ""}
+    lines = filters.finding_table([one, other])
+    assert [line.split()[:2] for line in lines[2:]] == [["machine66", "error"], ["machine67", "warning"]]
+    assert filters.finding_lines([one, other], "error") == ["machine66: held"]
+    assert filters.finding_lines([one, other], "warning") == ["machine67: full; empty it"]
+    assert filters.finding_table([]) == []

@@ -166,6 +166,13 @@ def test_only_what_the_deployment_has_is_expected():
         assert row["unmet"] == [] and "wrong_key" not in row["answers"]
 
 
+def test_random_weights_need_not_make_sense():
+    dummy = {**DEPLOYMENTS["tp2"], "args": {**DEPLOYMENTS["tp2"]["args"], "load_format": "dummy"}}
+    (target,) = targets(deployments={"tp2": dummy})
+    with fake_endpoint("reasoning in content", "no tool call") as endpoint:
+        assert row_of(target, endpoint.url)["unmet"] == []
+
+
 def test_a_deployment_without_a_service_has_no_key():
     alone = {"tp2": {**DEPLOYMENTS["tp2"], "service": None}}
     (target,) = targets(deployments=alone)

@@ -1,5 +1,6 @@
 --- JSON over the root-only socket: GET /status, POST /drain, POST /activate.
--- The last two take {"service": name, "ids": [...], "max_unavailable": n} and answer with the ids they changed.
+-- The last two take {"service": name, "ids": [...], "max_unavailable": n, "by": who} and answer with the ids they changed.
+-- A drain belongs to who made it: an activation that says "by" ends only drains of that one.
 
 local drains = require "llmops.drains"
 local edge = require "llmops.edge"
@@ -28,7 +29,7 @@ local function describe(service, totals)
       id = backend.id, cluster = backend.cluster, machine = backend.machine, instance = backend.instance,
       address = backend.address, port = backend.port, model = backend.model, weight = backend.weight,
       state = M.state(backend, running), reason = backend.down, in_flight = running,
-      drained_since = backend.drained_since,
+      drained_since = backend.drained_since, drained_by = backend.drained_by,
     }
   end
   local summary, configured = edge.summary(service), settings.services[service.name]
@@ -87,6 +88,9 @@ local function order()
   if wanted.max_unavailable ~= nil and type(wanted.max_unavailable) ~= "number" then
     return nil, 400, "max_unavailable must be a number"
   end
+  if wanted.by ~= nil and type(wanted.by) ~= "string" then
+    return nil, 400, "by must be a text"
+  end
   local service = view.service(wanted.service)
   if not service then
     return nil, 404, ("service %s is not served here"):format(tostring(wanted.service))
@@ -103,7 +107,7 @@ local function order()
   return wanted, service
 end
 
---- Runs change(drains, key) for every id of the request under the drains' lock, after may(drains) had no objection.
+--- Runs change(drains, key, by) for every id of the request under the drains' lock, after may(drains) had no objection.
 local function apply(may, change)
   local wanted, service, message = order()
   if not wanted then
@@ -116,7 +120,7 @@ local function apply(may, change)
     end
     local changed = {}
     for _, id in ipairs(wanted.ids) do
-      if change(drained, service.name .. "/" .. id) then
+      if change(drained, service.name .. "/" .. id, wanted.by) then
         changed[#changed + 1] = id
       end
     end
@@ -132,18 +136,18 @@ end
 function M.drain()
   return apply(function(service, wanted, drained)
     return wanted.max_unavailable and M.objection(service, wanted.ids, drained, wanted.max_unavailable)
-  end, function(drained, key)
+  end, function(drained, key, by)
     if not drained[key] then
-      drained[key] = ngx.time()
+      drained[key] = { since = ngx.time(), by = by or "operator" }
       return true
     end
   end)
 end
 
---- POST /activate: ends a drain.
+--- POST /activate: ends a drain, with "by" only one of that maker.
 function M.activate()
-  return apply(function() end, function(drained, key)
-    if drained[key] then
+  return apply(function() end, function(drained, key, by)
+    if drained[key] and (by == nil or by == drained[key].by) then
       drained[key] = nil
       return true
     end

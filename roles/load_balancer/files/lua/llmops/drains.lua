@@ -38,7 +38,7 @@ function M.load(path)
   state:set("drains", json.encode(persisted and persisted.drains or {}))
 end
 
---- Since when each drained backend is drained (seconds since 1970), by backend key; and what ails their file, or nil.
+--- {backend key: {since = seconds since 1970, by = who drained it}}; and what ails their file, or nil.
 function M.all()
   return all(), state:get("drains_error")
 end

@@ -24,7 +24,8 @@ local function build()
       backend.host = backend.address:find(":", 1, true) and ("[" .. backend.address .. "]") or backend.address
       backend.seed = rendezvous.seed(backend.id)
       backend.down = health.down(key)
-      backend.drained_since = drained[key]
+      backend.drained_since = drained[key] and drained[key].since
+      backend.drained_by = drained[key] and drained[key].by
       backend.undrained = not backend.drained_since
       backend.available = backend.undrained and not backend.down
       service.backends[#service.backends + 1] = backend
@@ -36,7 +37,7 @@ local function build()
 end
 
 --- All services by name: {name, total, available, backends: [{key, id, host, port, weight, seed, machine, ...,
--- down: reason or nil, drained_since or nil, undrained, available}]}.
+-- down: reason or nil, drained_since and drained_by or nil, undrained, available}]}.
 function M.services()
   local version = state:get("version")
   if version ~= current then
