@@ -65,9 +65,9 @@ def no_change() -> dict:
 
 def placement() -> dict:
     """Placement of 1,000 machines of eight devices, in seconds of CPU time."""
+    import yaml
     from ansible_collections.llmops.ascend.plugins.module_utils.deployments import resolve_deployments
     from ansible_collections.llmops.ascend.plugins.module_utils.placement import place_instances
-    import yaml
 
     name = "qwen3.8-27b-w8a8"
     presets = {name: yaml.safe_load((ROOT / "presets" / f"{name}.yml").read_text())["deployment"]}

@@ -24,7 +24,7 @@ BIN = ROOT / ".venv" / "bin"
 REPORTS = ROOT / "build" / "tests"
 LAB = ROOT / "lab" / "lab"
 ROLES = ["preflight", "driver", "container_engine", "engine_image", "model", "instances", "load_balancer", "verify"]
-APT = ["lua-check", "luajit", "nginx-light", "libnginx-mod-http-lua", "lua-resty-core", "lua-cjson", "rsync"]
+APT = ["lua-check", "nginx-light", "libnginx-mod-http-lua", "lua-resty-core", "lua-cjson", "rsync"]
 STAGES = ["lint", "unit", *ROLES, "cluster", "vllm"]
 
 
@@ -84,7 +84,7 @@ def lint(tally: Tally) -> None:
         "ansible-lint": [BIN / "ansible-lint", "--strict"],
         "ruff": [BIN / "ruff", "check", "."],
         "yamllint": [BIN / "yamllint", "--strict", "."],
-        "luacheck": ["luacheck", "--quiet", "roles/load_balancer/files/lua"],
+        "luacheck": ["luacheck", "--quiet", "roles/load_balancer/files/lua", "tests/lua"],
         "syntax": [BIN / "ansible-playbook", "--syntax-check", "-i", "inventory/lab", "site.yml"],
     }.items():
         ok = run(argv)

@@ -181,9 +181,7 @@ def explain(name: str, said: str, host: str, machine: str) -> str:
     said = " ".join(said.split())[-200:]
     meaning = next((text for pattern, text in _REFUSALS if re.search(pattern, said, re.IGNORECASE)), None)
     registry = Reference.parse(name).registry
-    return (meaning or "dockerd on {host} cannot get {name}: {said}").format(
-        name=name, said=said, host=host, machine=machine, registry=registry
-    )
+    return (meaning or "dockerd on {host} cannot get {name}: {said}").format(name=name, said=said, host=host, machine=machine, registry=registry)
 
 
 def archive_contents(path: str) -> list[dict]:

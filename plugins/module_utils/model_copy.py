@@ -184,8 +184,9 @@ def receive(target: Path, wanted_id: str, source_name: str, fetch: Fetch, thread
             still = _damaged(partial, manifest, threads)
             if still:
                 raise CopyError(
-                    "{} arrived damaged twice from {}: check the model there with -e model_verify=full, or name another "
-                    "model_source".format(", ".join(still), source_name)
+                    "{} arrived damaged twice from {}: check the model there with -e model_verify=full, or name another model_source".format(
+                        ", ".join(still), source_name
+                    )
                 )
         _finish(partial, manifest)
         _put_in_place(partial, target)

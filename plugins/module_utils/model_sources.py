@@ -15,9 +15,7 @@ LACKING = ("absent", "damaged")
 States = Mapping[str, Mapping[str, dict]]
 
 
-def candidates(
-    machine: str, path: str, model_source: str | None, states: States, hints: Sequence[str], workers: Sequence[str]
-) -> list[dict]:
+def candidates(machine: str, path: str, model_source: str | None, states: States, hints: Sequence[str], workers: Sequence[str]) -> list[dict]:
     """Where the model at path may come from, in the order to ask: [{machine, path}].
 
     model_source, if given, is the only place: a machine, a directory of this machine, or machine:directory. Else come

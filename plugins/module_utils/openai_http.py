@@ -15,7 +15,7 @@ import json
 import socket
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Iterable, Iterator
 from urllib.parse import urlsplit
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
@@ -120,7 +120,7 @@ class Client:
         return kind(self._host, self._port, timeout=self._timeout_s)
 
 
-def read_events(lines) -> Stream:
+def read_events(lines: Iterable[bytes]) -> Stream:
     """Read server-sent events from an iterable of lines (bytes), as far as OpenAI's API uses them.
 
     Nothing may follow `[DONE]`: what does makes the stream not done.
@@ -146,7 +146,7 @@ def read_events(lines) -> Stream:
     return stream
 
 
-def _lines(response: http.client.HTTPResponse, deadline: float):
+def _lines(response: http.client.HTTPResponse, deadline: float) -> Iterator[bytes]:
     """The lines of a response as they come, until its end or the deadline (a clock of time.monotonic)."""
     size = 0
     while True:

@@ -131,9 +131,7 @@ def test_what_waits_for_a_start():
     assert docker_engine.waits_for_start(before, after) == ["data-root", "log-opts"]
 
 
-@pytest.mark.parametrize(
-    "registry,plain", [("registry.site:5000", True), ("198.18.254.1:5000", True), ("quay.io", False), ("docker.io", False)]
-)
+@pytest.mark.parametrize("registry,plain", [("registry.site:5000", True), ("198.18.254.1:5000", True), ("quay.io", False), ("docker.io", False)])
 def test_plain_http(registry, plain):
     assert docker_engine.accepts_plain_http(INFO, registry) is plain
 

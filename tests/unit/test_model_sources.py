@@ -70,8 +70,7 @@ def test_givers_and_not_found():
     assert model_sources.givers(asked) == [{"status": "whole", "id": "a", "machine": "m69", "path": PATH, "rsync": True}]
     line = model_sources.not_found("m66", PATH, asked[:2])
     assert line == (
-        f"m66: {PATH} is on no machine (m67:{PATH} (no answer), m68:{PATH} (absent)): put the model there on one of them, "
-        "or set model_source"
+        f"m66: {PATH} is on no machine (m67:{PATH} (no answer), m68:{PATH} (absent)): put the model there on one of them, or set model_source"
     )
     assert "there is no other worker to ask" in model_sources.not_found("m66", PATH, [])
 

@@ -1,5 +1,6 @@
 --- JSON over the root-only socket: GET /status, POST /drain, POST /activate.
--- The last two take {"service": name, "ids": [...], "max_unavailable": n, "by": who} and answer with the ids they changed.
+-- The last two take {"service": name, "ids": [...], "max_unavailable": n, "by": who} and answer with the ids they
+-- changed.
 -- A drain belongs to who made it: an activation that says "by" ends only drains of that one.
 
 local drains = require "llmops.drains"
