@@ -18,6 +18,10 @@ import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / ".collections"))
+
+from ansible_collections.llmops.ascend.plugins.filter.verify import verify_tables  # noqa: E402
+
 INVENTORIES = {"simulated": "inventory/lab", "vllm": "inventory/lab-vllm"}
 REPORT = ROOT / "build" / "verify.json"
 
@@ -92,7 +96,7 @@ def main() -> None:
     service = inventory(engine)
     report = json.loads(REPORT.read_text())
     print("\n\033[1m3. What runs, as verified\033[0m")
-    print(report["table"])
+    print("\n".join(verify_tables(report)))
 
     status, _, models = ask(service, "/v1/models")
     if status != 200:
