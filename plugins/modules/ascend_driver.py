@@ -131,6 +131,7 @@ progress:
   returned: always
 """
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -141,6 +142,7 @@ from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.llmops.ascend.plugins.module_utils import ascend_packages as packages
+from ansible_collections.llmops.ascend.plugins.module_utils.processes import open_files
 
 # /run is empty after a boot, and so is the list of what waits for one.
 PENDING = Path("/run/llmops/driver-reboot")
@@ -313,13 +315,10 @@ def holders() -> list[dict]:
     """Who has a device open, one entry per process. Paths are those the process sees, so containers count too."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            targets = (os.readlink(entry.path) for entry in os.scandir(str(process / "fd")))
-            node = next((target for target in targets if target.startswith(packages.DEVICE_NODES)), None)
-            if node:
+        node = next((target for target in open_files(process) if target.startswith(packages.DEVICE_NODES)), None)
+        if node:
+            with contextlib.suppress(OSError):  # it ended meanwhile
                 found.append({"pid": int(process.name), "name": (process / "comm").read_text().strip(), "node": node})
-        except OSError:  # it ended meanwhile
-            continue
     return sorted(found, key=lambda holder: holder["pid"])
 
 

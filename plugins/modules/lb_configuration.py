@@ -147,6 +147,7 @@ from ansible_collections.llmops.ascend.plugins.module_utils.load_balancer import
     file_name,
     render,
 )
+from ansible_collections.llmops.ascend.plugins.module_utils.processes import open_files
 
 UNIT = "llmops-load-balancer.service"
 UNIT_PATH = "/etc/systemd/system/" + UNIT
@@ -224,11 +225,8 @@ def holder(port: int) -> str:
         text = atomic_files.read_text(table) or ""
         sockets |= {f"socket:[{entry.inode}]" for entry in preflight.listeners(text) if entry.port == port}
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(str(link)) in sockets for link in (process / "fd").iterdir()):
-                return f"{(process / 'comm').read_text().strip()} (pid {process.name})"
-        except OSError:  # it ended meanwhile
-            continue
+        if any(link in sockets for link in open_files(process)):
+            return f"{(atomic_files.read_text(str(process / 'comm')) or 'a process').strip()} (pid {process.name})"
     return "another process"
 
 

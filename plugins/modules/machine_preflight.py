@@ -141,6 +141,7 @@ from pathlib import Path
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.llmops.ascend.plugins.module_utils import preflight
 from ansible_collections.llmops.ascend.plugins.module_utils.ownership import LABEL_MANAGED_BY, MANAGER, Paths, is_marked
+from ansible_collections.llmops.ascend.plugins.module_utils.processes import open_files
 
 UNIT_DIRECTORIES = tuple(map(Path, ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")))
 DOCKER_SOCKET = "/var/run/docker.sock"
@@ -223,11 +224,7 @@ def holders(inodes: set[int], names: dict[str, str]) -> dict[int, preflight.Proc
     for process in Path("/proc").glob("[0-9]*"):
         if len(found) == len(inodes):
             break
-        try:
-            links = [os.readlink(descriptor) for descriptor in (process / "fd").iterdir()]
-        except OSError:  # it ended meanwhile
-            continue
-        held = {int(link[8:-1]) for link in links if link.startswith("socket:[")} & inodes
+        held = {int(link[8:-1]) for link in open_files(process) if link.startswith("socket:[")} & inodes
         if held:
             unit, container = preflight.cgroup_place(read(process / "cgroup"))
             name = read(process / "comm").strip() or "a process"

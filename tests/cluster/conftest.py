@@ -5,6 +5,7 @@ The tests of a module run in order and tell one story; each says what must be se
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -100,14 +101,22 @@ class Cluster:
 
     # what an operator does
     def playbook(self, playbook: str = "site.yml", inventory: Path = ROOT / "inventory/lab", limit: str | None = None, check: bool = False,
-                 cancel=None, **extra) -> Run:
-        """Run a playbook to its end, or until `cancel()` is true (then its process group is killed)."""
+                 cancel=None, until: str | None = None, **extra) -> Run:
+        """Run a playbook to its end, or until `cancel()` is true or a task of the name `until` starts: then it is killed, with SIGKILL."""
+        reached = threading.Event()
+
+        def look(event: dict) -> bool:
+            if until and event["event"] == "playbook_on_task_start" and until in event["event_data"]["task"]:
+                reached.set()
+            return True
+
         arguments = " ".join(filter(None, [f"--limit {limit}" if limit else "", "--check --diff" if check else ""]))
         private = self.scratch / f"run-{time.monotonic_ns()}"
         private.mkdir()
         result = ansible_runner.run(
             private_data_dir=str(private), project_dir=str(ROOT), playbook=playbook, inventory=str(inventory), quiet=True, cmdline=arguments or None,
-            extravars=extra or None, envvars={**self.environment, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")}, cancel_callback=cancel,
+            extravars=extra or None, envvars={**self.environment, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
+            event_handler=look, cancel_callback=lambda: reached.is_set() or bool(cancel and cancel()),
             settings={"suppress_env_files": True, "idle_timeout": 900})
         run = Run(result.rc, list(result.events), Path(result.stdout.name).read_text())
         shutil.rmtree(private, ignore_errors=True)
@@ -228,6 +237,6 @@ def scratch(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(scratch) -> Cluster:
-    """Four bare machines with the simulated engine's image in the lab's registry."""
-    lab("up", "--fresh", "--machines", "machine66-69", timeout=1200)
+    """Four bare machines with the simulated engine's image in the lab's registry; LLMOPS_KEEP=1 takes a lab as it is, for work on a test."""
+    lab("up", *([] if os.environ.get("LLMOPS_KEEP") else ["--fresh"]), "--machines", "machine66-69", timeout=1200)
     return Cluster(scratch)

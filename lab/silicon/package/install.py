@@ -106,7 +106,7 @@ def occupied() -> bool:
     nodes = (str(silicon.DEV / "davinci"), *(str(silicon.DEV / name) for name in silicon.SHARED_NODES))
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if any(os.readlink(entry.path).startswith(nodes) for entry in os.scandir(process / "fd")):
+            if any(target.startswith(nodes) for target in silicon.open_files(process.name)):
                 return True
             inside = process / "root/dev"  # a container has a /dev of its own
             elsewhere = inside.stat().st_dev != Path("/dev").stat().st_dev

@@ -107,11 +107,20 @@ def holders() -> dict[int, list[int]]:
 def _has_open(pid: str, ending: str) -> bool:
     """Whether a process has a file with this path ending open; True when we may not look."""
     try:
-        return any(os.readlink(entry.path).endswith(ending) for entry in os.scandir(f"/proc/{pid}/fd"))
+        return any(target.endswith(ending) for target in open_files(pid))
     except PermissionError:
         return True
     except OSError:  # it ended meanwhile
         return False
+
+
+def open_files(pid: str):
+    """What the descriptors of a process point to, without those it closes meanwhile. Raises OSError when it may not be looked at."""
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        try:
+            yield os.readlink(entry.path)
+        except FileNotFoundError:
+            continue
 
 
 def make_nodes() -> None:
