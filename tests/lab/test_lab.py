@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "lab"))
 
 from llmops_lab.settings import Lab, LabError, parse_machines  # noqa: E402
 
-FIRST, SECOND = "labtest", "labtest2"
+FIRST, SECOND = "labtest", "second"
 MACHINES = "machine66-67"
 
 
