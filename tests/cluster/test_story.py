@@ -253,13 +253,14 @@ def test_a_powered_off_worker_does_not_stop_the_others(cluster):
     cluster.wait_active(16, 180)
 
 
-def test_a_sick_device_blocks_its_own_instance_only(cluster):
+@pytest.mark.parametrize(("ailment", "word"), [("--health Critical", "Critical"), ("--absent", "absent")])
+def test_a_sick_or_missing_device_blocks_its_own_instance_only(cluster, ailment, word):
     before, pids = cluster.containers("machine67"), cluster.engine_pids("machine67")
-    on("machine67", "/usr/local/Ascend/driver/lab/device 3 --health Critical")
+    on("machine67", "/usr/local/Ascend/driver/lab/device 3 " + ailment)
     try:
         run = cluster.playbook()
         assert run.rc != 0, "a blocked instance must not pass silently"
-        assert "machine67" in run.failures and "qwen38-tp2-1" in run.failures and "Critical" in run.failures
+        assert "machine67" in run.failures and "qwen38-tp2-1" in run.failures and word in run.failures
         assert len(cluster.active()) == 15 and "machine67:8001" not in cluster.active()
         kept = {name: row for name, row in cluster.containers("machine67").items() if name != "qwen38-tp2-1"}
         assert kept == {name: row for name, row in before.items() if name != "qwen38-tp2-1"}
