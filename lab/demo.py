@@ -69,8 +69,8 @@ def ask(service: dict, path: str, body: dict | None = None, key: str | None = No
 
 
 def first_token_ms(service: dict, model: str, prompt: str, session: str) -> float:
-    """Time to the first streamed token of a one-token answer, in milliseconds."""
-    body = {"model": model, "stream": True, "max_tokens": 1, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
+    """Time to the first streamed token of a short answer, in milliseconds."""
+    body = {"model": model, "stream": True, "max_tokens": 16, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
     request = urllib.request.Request(service["url"] + "/v1/chat/completions", data=json.dumps(body).encode(), headers={
         "Authorization": f"Bearer {service['key']}", "Content-Type": "application/json", "X-Session-ID": session})
     began = time.perf_counter()

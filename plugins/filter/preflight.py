@@ -17,6 +17,7 @@ from ansible_collections.llmops.ascend.plugins.module_utils import inventory_rul
 from ansible_collections.llmops.ascend.plugins.module_utils.inventory_rules import Machine
 from ansible_collections.llmops.ascend.plugins.module_utils.plain import plain
 from ansible_collections.llmops.ascend.plugins.module_utils.tables import table
+from jinja2 import UndefinedError
 
 ROLES = Path(__file__).resolve().parents[2] / "roles"
 BALANCER_UNIT = "llmops-load-balancer.service"
@@ -165,7 +166,7 @@ def _machine(variables: Mapping[str, Any]) -> Machine:
             continue
         try:
             machine.vars[name] = plain(variables[name])
-        except AnsibleError as error:
+        except (AnsibleError, UndefinedError) as error:
             machine.unreadable[name] = " ".join(str(error).split())
     return machine
 

@@ -31,9 +31,9 @@ def offers(placement: dict[str, Any], known: list[dict[str, Any]], plan: list[di
     return load_balancer.registrations(instances, {**known_deployments, **plain(deployments)}, str(machine), str(address))
 
 
-def plan_lines(plan: list[dict[str, Any]], check_mode: bool = False) -> list[str]:
-    """What happens to each instance and why, a line each."""
-    return switching.plan_lines(plan, check_mode)
+def plan_lines(planned: dict[str, Any], check_mode: bool = False) -> list[str]:
+    """What happens to each instance and why, a line each; `planned` is what the module instance_plan returns."""
+    return switching.plan_lines(planned["plan"], planned["steps"], check_mode)
 
 
 def backend_ids(step: dict[str, Any], known: list[dict[str, Any]], machine: str) -> list[str]:

@@ -213,7 +213,7 @@ def _resolved(
 
 def _sharing_findings(name: str, machine: Machine, deployments: Mapping[str, dict]) -> list[dict[str, Any]]:
     """Two deployments of one machine that want the same devices or ports, as far as that can be known beforehand."""
-    findings = []
+    findings = _size_findings(name, deployments)
     ports = _ports(deployments)
     for one, other in combinations(deployments.values(), 2):
         if _compete(one, other):
@@ -251,6 +251,28 @@ def _sharing_findings(name: str, machine: Machine, deployments: Mapping[str, dic
                 if port in wanted
             ]
     return findings
+
+
+def _size_findings(name: str, deployments: Mapping[str, dict]) -> list[dict[str, Any]]:
+    """Deployments of one machine that together ask for more devices than it is said to have."""
+    expected = max((d["expected_devices"] or 0 for d in deployments.values()), default=0)
+    listed = {device for d in deployments.values() if d["devices"] != "all" for device in d["devices"]}
+    asked = len(listed) + sum(
+        d["instances"] * d["devices_per_instance"]
+        for d in deployments.values()
+        if d["devices"] == "all" and d["instances"] != "all"
+    )
+    if not expected or asked <= expected:
+        return []
+    wishes = ", ".join(f"{d['name']} ({_wish(d)})" for d in deployments.values())
+    return [
+        _finding(
+            name,
+            "devices",
+            f"{asked} devices are asked for by {wishes}, expected_devices is {expected}",
+            "lower `instances` or shorten `devices`, or correct expected_devices",
+        )
+    ]
 
 
 def _compete(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

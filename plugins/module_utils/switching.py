@@ -17,10 +17,19 @@ def needs_roll(steps: Iterable[Mapping[str, Any]]) -> bool:
     return any(step["kind"] not in QUIET_STEPS for step in steps)
 
 
-def plan_lines(plan: Iterable[Mapping[str, Any]], check_mode: bool) -> list[str]:
-    """What the switch does to each instance and why, a line each; those the plan leaves alone are not mentioned."""
+def plan_lines(plan: Iterable[Mapping[str, Any]], steps: Iterable[Mapping[str, Any]], check_mode: bool) -> list[str]:
+    """What the switch does to each instance and why, a line each, and what has to stop together.
+
+    Instances that the plan leaves alone are not mentioned.
+    """
     verb = "would {}" if check_mode else "will {}"
-    return [
+    together = [
+        f"{verb.format('stop')} {', '.join(sorted({*step['names'], *step['remove']}))} together before "
+        f"{', '.join(step['names']) or 'nothing'} start: they pass on devices or ports"
+        for step in steps
+        if step["kind"] == "replace"
+    ]
+    return together + [
         f"{verb.format(entry['action']) if entry['action'] != 'blocked' else 'blocked:'} {entry['name']}: {'; '.join(entry['reasons'])}"
         for entry in plan
         if entry["action"] != "none"

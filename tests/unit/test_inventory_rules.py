@@ -245,3 +245,10 @@ def test_possible_names():
     assert names(instances=1) == ["a-0"]
     assert names(devices=[2, 3]) == ["a-0"]
     assert names(expected_devices=None) == ["a-0", "a-1", "a-2"]
+
+
+def test_more_devices_than_a_machine_is_said_to_have():
+    line = one_line(found(m67=machine(67, deployments={"qwen38-tp2": deployment(instances=5)})))
+    assert all(part in line for part in ("machine67", "10 devices", "instances 5 of 2", "expected_devices is 8"))
+    two = {"a": deployment(instances=4), "b": deployment(instances=4, first_port=8100)}
+    assert "16 devices" in one_line(found(m67=machine(67, deployments=two)))

@@ -53,8 +53,14 @@ def test_only_steps_that_take_something_away_roll():
 def test_the_plan_is_told_with_its_reasons():
     plan = [{"name": "i-0", "action": "none", "reasons": []}, {"name": "i-1", "action": "restart", "reasons": ["arguments: --x 1 -> 2"]},
             {"name": "i-3", "action": "blocked", "reasons": ["device 6 is Critical"]}]
-    assert switching.plan_lines(plan, True) == ["would restart i-1: arguments: --x 1 -> 2", "blocked: i-3: device 6 is Critical"]
-    assert switching.plan_lines(plan, False)[0].startswith("will restart i-1")
+    assert switching.plan_lines(plan, [], True) == ["would restart i-1: arguments: --x 1 -> 2", "blocked: i-3: device 6 is Critical"]
+    assert switching.plan_lines(plan, [], False)[0].startswith("will restart i-1")
+
+
+def test_what_stops_together_is_told_first():
+    steps = [{"kind": "start", "names": ["x"], "remove": []}, {"kind": "replace", "names": ["i-0"], "remove": ["i-2", "i-1"]}]
+    assert switching.plan_lines([], steps, True) == [
+        "would stop i-0, i-1, i-2 together before i-0 start: they pass on devices or ports"]
 
 
 def test_full_answers_take_the_place_of_brief_ones_unless_those_found_a_fault():
