@@ -249,6 +249,6 @@ def test_possible_names():
 
 def test_more_devices_than_a_machine_is_said_to_have():
     line = one_line(found(m67=machine(67, deployments={"qwen38-tp2": deployment(instances=5)})))
-    assert all(part in line for part in ("machine67", "10 devices", "instances 5 of 2", "expected_devices is 8"))
+    assert all(part in line for part in ("machine67", "8 are too few", "5 instances of 2"))
     two = {"a": deployment(instances=4), "b": deployment(instances=4, first_port=8100)}
     assert "16 devices" in one_line(found(m67=machine(67, deployments=two)))
