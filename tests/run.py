@@ -104,7 +104,8 @@ def scenario(tally: Tally, name: str) -> None:
 def cluster(tally: Tally, name: str, *arguments: str) -> None:
     """Cluster scenarios: ansible-runner drives the whole path on a lab of its own, pytest looks."""
     try:
-        pytest(tally, name, "tests/cluster", "--timeout=1500", *arguments, lab="cluster")
+        # A cold machine builds the real engine's image first, from wheels of two gigabytes.
+        pytest(tally, name, "tests/cluster", "--timeout=3600", *arguments, lab="cluster")
     finally:
         run([LAB, "down"], lab="cluster")
 
