@@ -253,7 +253,7 @@ def test_a_powered_off_worker_does_not_stop_the_others(cluster):
     cluster.wait_active(16, 180)
 
 
-@pytest.mark.parametrize(("ailment", "word"), [("--health Critical", "Critical"), ("--absent", "absent")])
+@pytest.mark.parametrize(("ailment", "word"), [("--health Critical", "Critical"), ("--absent", "is not there")])
 def test_a_sick_or_missing_device_blocks_its_own_instance_only(cluster, ailment, word):
     before, pids = cluster.containers("machine67"), cluster.engine_pids("machine67")
     on("machine67", "/usr/local/Ascend/driver/lab/device 3 " + ailment)
