@@ -20,7 +20,7 @@ setup: .venv/.stamp ## the controller's Python environment, from the lock file
 	@command -v $(PYTHON) >/dev/null && $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { apt-get update -qq && apt-get install -y -qq python3 python3-venv; }
 	@command -v ssh >/dev/null || { apt-get update -qq && apt-get install -y -qq openssh-client; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements.lock
 	@touch $@
 
