@@ -1,6 +1,6 @@
 """Mistakes and surprises on a converged cluster: each says what is wrong in one line, and nothing that serves is touched.
 
-Runs after the story (alphabetical order would put it first: the fixture converges the cluster itself).
+The fixture converges the cluster itself, so that this runs after the story or alone.
 """
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import json
 import pytest
 
 from .conftest import MACHINES, SERVICE, on
-
-WORKERS = ("all", "children", "workers")
 
 
 @pytest.fixture(scope="module")
