@@ -69,7 +69,7 @@ def pytest(tally: Tally, name: str, *arguments: str, lab: str | None = None) -> 
     """Run pytest on `arguments` and count what its own report says. A run without a single test is a failure."""
     report = REPORTS / f"{name}.xml"
     report.unlink(missing_ok=True)
-    ok = run([BIN / "pytest", f"--junitxml={report}", *arguments], lab=lab)
+    ok = run([BIN / "pytest", f"--junitxml={report}", "--durations=12", *arguments], lab=lab)
     passed = failed = 0
     if report.exists():
         suite = ElementTree.parse(report).getroot().find("testsuite")

@@ -53,22 +53,24 @@ def test_a_wrong_key_is_refused(real):
         wrong.models.list()
 
 
-def test_a_repeated_session_finds_its_prefix_cached(client, record_property):
-    """The first token of a long prompt comes sooner the second time, as the session came back to its backend."""
+def test_a_repeated_session_finds_its_prefix_cached(client):
+    """A long prompt is read sooner the second time, as the session came back to its backend.
+
+    The time of an answer of one token is asked, not that of the first piece of text: a token alone need not be any text.
+    """
     model = client.models.list().data[0].id
 
-    def first_token_ms(session: str, prompt: str) -> float:
+    def one_token_ms(session: str, prompt: str) -> float:
         began = time.perf_counter()
-        stream = client.chat.completions.create(model=model, max_tokens=1, stream=True, messages=[{"role": "user", "content": prompt}],
+        answer = client.chat.completions.create(model=model, max_tokens=1, messages=[{"role": "user", "content": prompt}],
                                                 extra_headers={"X-Session-ID": session})
-        next(chunk for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
+        assert answer.usage.completion_tokens == 1
         return (time.perf_counter() - began) * 1000
 
     ratios = []
     for _ in range(3):
         session, prompt = str(uuid.uuid4()), f"{uuid.uuid4()} " + "The quick brown fox jumps over the lazy dog. " * 150
-        cold, warm = first_token_ms(session, prompt), first_token_ms(session, prompt)
-        record_property("cold_and_warm_ms", [round(cold), round(warm)])
+        cold, warm = one_token_ms(session, prompt), one_token_ms(session, prompt)
         ratios.append(warm / cold)
     assert sorted(ratios)[1] < 0.5, ratios
 
