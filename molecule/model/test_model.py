@@ -32,7 +32,7 @@ def on(machine: str, command: str) -> str:
 
 def wanting(path: str, source: str | None = None) -> dict:
     names = ("qwen38-tp2", "qwen38-tp4")
-    return {"resolved_deployments": {name: {"model_path": path, "model_source": source} for name in names}}
+    return {"resolved_deployments": {name: {"model": Path(path).name, "model_path": path, "model_source": source} for name in names}}
 
 
 def sums(machine: str, path: str = MODEL) -> str:
@@ -88,7 +88,7 @@ def test_an_edited_file_is_for_a_person_to_decide():
 def test_one_machine_alone_asks_up_to_the_first_that_has_it():
     """machine67 is not up: it is asked, does not answer, and stops nothing."""
     on("machine68", f"rm -rf {MODEL}")
-    code, said = play("--limit", "machine68", model_source_hints=["machine67", "machine69"])
+    code, said = play("--limit", "machine68", model_source_hints={"Qwen3.8-27B-W8A8": ["machine67", "machine69"]})
     assert code == 0 and "copied 33.6 MB from machine69" in said, said
     assert "machine66" not in said.split("PLAY RECAP")[0].split("Ask for the model")[1]
     assert sums("machine68") == sums("machine69")
