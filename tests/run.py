@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Run the project's tests in order: lint, unit, role scenarios, cluster scenarios; print one closing line.
 
-    tests/run.py [STAGE ...] [--keep-going]
+    tests/run.py [STAGE ...]
 
 A STAGE is `lint`, `unit`, `roles`, `cluster`, `vllm`, `long`, or the name of one molecule scenario. Without any: all that CI runs.
-What a stage boots is taken down when it ends, also after a crash or an interrupt: each works in a lab of its own.
+What a stage boots is taken down when it ends, also after a crash or an interrupt: each works in a lab of its own. Role scenarios and
+cluster scenarios run beside each other; what they print is in build/tests, and shown stage by stage.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
@@ -25,7 +27,10 @@ REPORTS = ROOT / "build" / "tests"
 LAB = ROOT / "lab" / "lab"
 ROLES = ["preflight", "driver", "container_engine", "engine_image", "model", "instances", "load_balancer", "verify"]
 APT = ["lua-check", "nginx-light", "libnginx-mod-http-lua", "lua-resty-core", "lua-cjson", "rsync"]
-STAGES = ["lint", "unit", *ROLES, "cluster", "vllm"]
+FIRST = ["lint", "unit"]
+# What waits for machines most of the time, so that two can share two cores; a stage that needs more joins the second.
+LANES = [ROLES, ["cluster", "vllm", "long"]]
+STAGES = [*FIRST, *ROLES, "cluster", "vllm"]
 
 
 @dataclass
@@ -53,16 +58,38 @@ def environment(lab: str | None = None) -> dict:
     return env
 
 
-def run(argv: list, lab: str | None = None) -> bool:
-    """Run one command with its output shown; True when it exits with 0. An interrupt reaches its whole process group."""
-    print(f"\n=== {' '.join(map(str, argv))}", flush=True)
-    process = subprocess.Popen(list(map(str, argv)), cwd=ROOT, env=environment(lab), start_new_session=True, stdin=subprocess.DEVNULL)
+class Runner(threading.local):
+    """Runs the commands of a stage. Each lane has its own `output`, a file; None is this program's own."""
+
+    output = None
+
+    def run(self, argv: list, lab: str | None = None) -> bool:
+        """Run one command with its output shown; True when it exits with 0."""
+        print(f"\n=== {' '.join(map(str, argv))}", file=self.output, flush=True)
+        process = subprocess.Popen(list(map(str, argv)), cwd=ROOT, env=environment(lab), start_new_session=True, stdin=subprocess.DEVNULL,
+                                   stdout=self.output, stderr=self.output and subprocess.STDOUT)
+        PROCESSES.add(process)
+        try:
+            return process.wait() == 0
+        except BaseException:
+            stop(process)
+            raise
+        finally:
+            PROCESSES.discard(process)
+
+
+PROCESSES: set[subprocess.Popen] = set()
+RUNNER = Runner()
+run = RUNNER.run
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a command with its whole process group."""
     try:
-        return process.wait() == 0
-    except BaseException:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(timeout=60)
-        raise
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
 
 
 def pytest(tally: Tally, name: str, *arguments: str, lab: str | None = None) -> bool:
@@ -94,6 +121,7 @@ def lint(tally: Tally) -> None:
 def scenario(tally: Tally, name: str) -> None:
     """One molecule scenario: machines bare at the start, check before converge, idempotence, testinfra."""
     lab = os.environ.get("LAB", "molecule")
+    ok = False
     try:
         ok = run([BIN / "molecule", "test", "--scenario-name", name, "--destroy", "always"], lab=lab)
     finally:
@@ -124,6 +152,59 @@ def needed_packages() -> None:
         subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *wanted], check=True, env=env)
 
 
+def carry_out(tally: Tally, stage: str) -> None:
+    """One stage, timed."""
+    since = time.monotonic()
+    if stage == "lint":
+        lint(tally)
+    elif stage == "unit":
+        pytest(tally, stage, "tests/unit", "tests/lab", lab="unit")
+    elif stage == "cluster":
+        cluster(tally, stage, "-m", "not vllm and not long")
+    elif stage in ("vllm", "long"):
+        cluster(tally, stage, "-m", stage)
+    else:
+        scenario(tally, stage)
+    print(f"=== {stage}: {time.monotonic() - since:.0f} s", file=RUNNER.output, flush=True)
+
+
+def lane(tally: Tally, stages: list[str], stopping: threading.Event) -> None:
+    """Stages one after another, each with a file for what it prints, which is shown when it ends."""
+    for stage in stages:
+        if stopping.is_set():
+            return
+        log = REPORTS / f"{stage}.log"
+        print(f"=== {stage} goes on in {log.relative_to(ROOT)}", flush=True)
+        with log.open("w") as RUNNER.output:
+            try:
+                carry_out(tally, stage)
+            except Exception as error:  # a fault of this program must not pass for a stage that ran
+                tally.add(f"{stage}: {error!r}", ok=False)
+        with PRINTING:
+            print(log.read_text(errors="replace"), flush=True)
+
+
+PRINTING = threading.Lock()
+
+
+def side_by_side(tally: Tally, lanes: list[list[str]]) -> None:
+    """Run lanes beside each other; an interrupt ends what they run, and each still takes its lab down."""
+    stopping = threading.Event()
+    threads = [threading.Thread(target=lane, args=(tally, stages, stopping)) for stages in lanes]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        stopping.set()
+        for process in list(PROCESSES):
+            stop(process)
+        for thread in threads:
+            thread.join()
+        raise
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="STAGE")
@@ -140,18 +221,13 @@ def main() -> int:
     needed_packages()
     tally, began = Tally(), time.monotonic()
     for stage in stages:
-        since = time.monotonic()
-        if stage == "lint":
-            lint(tally)
-        elif stage == "unit":
-            pytest(tally, stage, "tests/unit", "tests/lab", lab="unit")
-        elif stage == "cluster":
-            cluster(tally, stage, "-m", "not vllm and not long")
-        elif stage in ("vllm", "long"):
-            cluster(tally, stage, "-m", stage)
-        else:
-            scenario(tally, stage)
-        print(f"=== {stage}: {time.monotonic() - since:.0f} s", flush=True)
+        if stage in FIRST:
+            carry_out(tally, stage)
+    lanes = [chosen for among in LANES if (chosen := [stage for stage in stages if stage in among])]
+    if sum(map(len, lanes)) == 1:
+        carry_out(tally, lanes[0][0])
+    else:
+        side_by_side(tally, lanes)
     for name in tally.failures:
         print(f"FAILED {name}")
     print(f"=== all stages: {time.monotonic() - began:.0f} s")
