@@ -58,7 +58,7 @@ def test_always_asks_and_finds_nothing_newer(image):
     "name,line",
     [
         ("{registry}/ascend/vllm-ascend:wrong-arch", "is arm64, machine69 is amd64: name one that is built for amd64"),
-        ("{registry}/ascend/vllm-ascend:none", "registry {registry} has no image {registry}/ascend/vllm-ascend:none: check the name"),
+        ("{registry}/ascend/vllm-ascend:none", "registry {registry} has no image {registry}/ascend/vllm-ascend:none, which machine"),
         ("{host}:9/x/y:1", "registry {host}:9"),
         ("Not/An-Image", "'Not/An-Image' is not an image name"),
     ],

@@ -159,7 +159,7 @@ _REFUSALS = (
     ),
     (
         "manifest unknown|manifest for .* not found|name unknown|repository name not known",
-        "registry {registry} has no image {name}: check the name, or push it there",
+        "registry {registry} has no image {name}, which {host} is to run: check the name, or push it there",
     ),
     (
         "unauthorized|denied|authentication required|no basic auth",

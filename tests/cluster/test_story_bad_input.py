@@ -55,13 +55,14 @@ INVENTORY_FAULTS = {
     "two on one port": (second(instances=1, devices=[0, 1]), ["8000"]),
     "two on one device": (lambda data: (deployment(data).update(devices=[0, 1], instances=1),
                                         second(instances=1, devices=[1, 2], first_port=8100)(data)), ["1"]),
+    "more instances than the expected devices hold": (lambda data: deployment(data).update(instances=5, expected_devices=8), ["5", "8"]),
     "unknown key of a deployment": (lambda data: deployment(data).update(tensor_paralel_size=2), ["tensor_paralel_size", "tensor_parallel_size"]),
 }
 
 # Each machine with a fault of its own, so that one run has to name them all: (overrides, words of the line that names it).
 DEVICE_FAULTS = {
     "machine66": ({"devices": [8, 9], "expected_devices": None}, ["8"]),
-    "machine67": ({"instances": 5}, ["5"]),
+    "machine67": ({"instances": 5, "expected_devices": None}, ["5"]),
     "machine68": ({"expected_devices": 16}, ["8", "16"]),
 }
 ARTIFACT_FAULTS = {
