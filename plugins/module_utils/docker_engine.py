@@ -12,13 +12,13 @@ import http.client
 import ipaddress
 import json
 import os
-import socket
 import urllib.parse
 from pathlib import Path
 from typing import Any
 
 from ansible_collections.llmops.ascend.plugins.module_utils.images import Reference
 from ansible_collections.llmops.ascend.plugins.module_utils.ownership import LABEL_MANAGED_BY, MANAGER
+from ansible_collections.llmops.ascend.plugins.module_utils.unix_http import UnixConnection
 
 SOCKET = "/var/run/docker.sock"
 CONFIGURATION_FILE = "/etc/docker/daemon.json"
@@ -58,17 +58,6 @@ class EngineError(Exception):
 
 class EngineAbsent(Exception):
     """Nobody answers at dockerd's socket."""
-
-
-class _SocketConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 class Engine:
@@ -115,7 +104,7 @@ class Engine:
         self._json("DELETE", f"/images/{_quote(name)}")
 
     def _request(self, method: str, url: str, auth: str | None = None, body: Any = None, headers: dict | None = None):
-        connection = _SocketConnection(self._path, self._timeout_s)
+        connection = UnixConnection(self._path, self._timeout_s)
         try:
             connection.request(method, url, body, {**(headers or {}), **({"X-Registry-Auth": auth} if auth else {})})
             response = connection.getresponse()

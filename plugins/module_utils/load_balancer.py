@@ -17,9 +17,10 @@ import http.client
 import ipaddress
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any, Iterable, NamedTuple
+
+from ansible_collections.llmops.ascend.plugins.module_utils.unix_http import UnixConnection
 
 SCHEMA = 1
 BACKENDS_DIRECTORY = "/etc/llmops/load_balancer/backends"
@@ -220,19 +221,6 @@ def newer(files: Iterable[BackendFile], offered: Iterable[dict[str, Any]], clust
 
 
 # --- the running balancer --------------------------------------------------------------------------------------------
-
-
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 class Balancer:

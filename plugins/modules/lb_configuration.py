@@ -142,12 +142,12 @@ from ansible_collections.llmops.ascend.plugins.module_utils.load_balancer import
     Balancer,
     BalancerUnreachable,
     LoadBalancerError,
-    UnixConnection,
     backend_file,
     file_name,
     render,
 )
 from ansible_collections.llmops.ascend.plugins.module_utils.processes import open_files
+from ansible_collections.llmops.ascend.plugins.module_utils.unix_http import UnixConnection
 
 UNIT = "llmops-load-balancer.service"
 UNIT_PATH = "/etc/systemd/system/" + UNIT

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from ansible_collections.llmops.ascend.plugins.module_utils import load_balancer
+from ansible_collections.llmops.ascend.plugins.module_utils.unix_http import UnixConnection
 
 from tests.lua.support import SERVICE, Balancer, Engine, cluster, eventually
 
@@ -356,7 +357,7 @@ def test_the_admin_socket_refuses_what_it_does_not_understand(tmp_path):
             ("GET", "/drain", None, 403),
             ("GET", "/", None, 404),
         ):
-            connection = load_balancer.UnixConnection(path, 5)
+            connection = UnixConnection(path, 5)
             connection.request(method, target, body)
             assert connection.getresponse().status == status, target
             connection.close()
