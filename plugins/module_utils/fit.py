@@ -28,6 +28,7 @@ from ansible_collections.llmops.ascend.plugins.module_utils.model_shape import (
     read_shape,
 )
 from ansible_collections.llmops.ascend.plugins.module_utils.tables import table
+from ansible_collections.llmops.ascend.plugins.module_utils.vllm_cli import choose_catalogue
 
 MIB = 1024 * 1024
 
@@ -35,8 +36,8 @@ MIB = 1024 * 1024
 # 65536 MB vLLM sees 60.96 to 61.27 GiB (vllm-ascend issue 8621, pull request 8289); on a 910A with 32768 MB 0 to 3 MB are in use.
 IDLE_MB: tuple[tuple[str, int], ...] = (("910A", 3), ("910Pro", 3), ("310", 0), ("NVIDIA", 500), ("", 3100))
 
-# vLLM's defaults (vllm/config/cache.py, vllm/engine/arg_utils.py; the utilisation was 0.9 before 0.21).
-UTILIZATION, BATCHED_TOKENS, SEQUENCES = 0.9, 2048, 256
+# vLLM's defaults where its parser has none of its own (vllm/engine/arg_utils.py, API server on a device of less than 70 GiB).
+BATCHED_TOKENS, SEQUENCES = 2048, 256
 # vllm-ascend's block (platform.py) and vLLM's.
 ASCEND_BLOCK, BLOCK = 128, 16
 # Measured beside weights and activations on one device (vllm-ascend pull request 8289: 0.13 GiB).
@@ -122,7 +123,7 @@ def read_plan(deployment: dict[str, Any], shape: Shape, device: dict[str, Any]) 
     seen = any(limits.get(kind, 1) != 0 for kind in ("image", "video")) and not args.get("language_model_only")
     return Plan(
         parallel=parallel,
-        utilization=float(args.get("gpu_memory_utilization", UTILIZATION)),
+        utilization=_utilization(deployment),
         context=shape.context if length is None or automatic else tokens(length),
         longest_that_fits=automatic,
         batched_tokens=tokens(args.get("max_num_batched_tokens") or BATCHED_TOKENS),
@@ -140,6 +141,12 @@ def read_plan(deployment: dict[str, Any], shape: Shape, device: dict[str, Any]) 
         cache_size=tokens(args["kv_cache_memory_bytes"]) if args.get("kv_cache_memory_bytes") else None,
         buffer_mib=_buffers(parallel, deployment["env"]) if ascend else 0,
     )
+
+
+def _utilization(deployment: dict[str, Any]) -> float:
+    """gpu_memory_utilization, by default that of the vLLM version in use."""
+    options = choose_catalogue(deployment["vllm_version"]).catalogue["options"]
+    return float(deployment["args"].get("gpu_memory_utilization", options["--gpu-memory-utilization"]["default"]))
 
 
 def tokens(value: Any) -> int:
@@ -392,7 +399,7 @@ def _unknown(result: dict[str, Any], message: str, remedy: str) -> dict[str, Any
 
 def _from_total(result: dict[str, Any], model: dict, deployment: dict, visible: int, why: str) -> dict[str, Any]:
     """What the sum of all weights alone tells: too large even if every device held its share and nothing twice."""
-    room = int(visible * float(deployment["args"].get("gpu_memory_utilization", UTILIZATION)))
+    room = int(visible * _utilization(deployment))
     result["per_device"]["budget"] = room
     if model["total_bytes"]:
         share = math.ceil(model["total_bytes"] / deployment["devices_per_instance"] / MIB)
@@ -471,7 +478,7 @@ def _judge(result: dict[str, Any], rows: list[dict], shape: Shape, plan: Plan, d
                        "lower args.kv_cache_memory_bytes")
     if whole < 1 or context < 1:
         sure = plan.cache_size is not None or needed > budget - part.weights
-        remedies = [] if plan.cache_size is not None else _utilization(part, needed, visible)
+        remedies = [] if plan.cache_size is not None else _raised_utilization(part, needed, visible)
         fitting = longest(part.cache, max(kv_room, 0), context)
         remedies += [f"lower args.max_model_len to {fitting}"] if fitting > 0 else []
         remedies += [more for more in [_more_devices(result, rows, shape, plan, deployment)] if more]
@@ -492,8 +499,8 @@ def _mib(size: int) -> int:
     return round(size / MIB)
 
 
-def _utilization(part: Sum, needed: int, visible: int) -> list[str]:
-    """A utilisation that would do, in hundredths and with something left for what vLLM does not count (graphs)."""
+def _raised_utilization(part: Sum, needed: int, visible: int) -> list[str]:
+    """The utilisation that would do, in hundredths and with something left for what vLLM does not count (graphs)."""
     wanted = math.ceil((part.weights + part.estimate + needed) / visible * 100) / 100
     return [f"raise args.gpu_memory_utilization to {wanted:.2f}"] if wanted <= 0.97 else []
 
