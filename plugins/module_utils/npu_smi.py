@@ -153,7 +153,7 @@ _READING = r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?|-|NA|N/A)"
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    return enumerate(_ANSI.sub("", text).splitlines(), 1)
+    return enumerate(re.sub(r"\r+\n", "\n", _ANSI.sub("", text)).splitlines(), 1)
 
 
 def _is_id(token: str) -> bool:
@@ -226,7 +226,9 @@ class _Row:
         self.keys: list[tuple[str, ...]] = []
         self.patterns = []
         for cell in cells:
-            columns = [known.get(name, ((), rf"(?:{_PAIR.replace('(', '(?:')}|\S*)")) for name in _headings(cell, known)]
+            names = _headings(cell, known)
+            anything = r".*" if len(names) == 1 else rf"(?:{_PAIR.replace('(', '(?:')}|\S+)"     # of a column that nobody knows
+            columns = [known.get(name, ((), anything)) for name in names]
             self.keys.append(tuple(key for keys, _pattern in columns for key in keys))
             self.patterns.append(re.compile(r"\s+".join(pattern for _keys, pattern in columns)))
         flat = [key for keys in self.keys for key in keys]
@@ -275,27 +277,27 @@ def parse_info(text: str) -> dict:
         if first and row.startswith("+"):
             raise NpuSmiError(command, "device with a first row only", first.number, first.text)
         if not row.startswith("|"):
-            if row.endswith("|"):
+            if row.endswith("|") or row.startswith("+") and row.strip("+-=| "):
                 raise NpuSmiError(command, "row without its left border", number, line)
             continue                                # frames, and what the driver says before or after the table
         if len(row) < 2 or not row.endswith("|"):
             raise NpuSmiError(command, "row without its right border", number, line)
         version = _VERSION.match(row)
         cells = [cell.strip() for cell in row[1:-1].split("|")]
-        names = {" ".join(cell.lower().split()) for cell in cells}
+        names = _header_names(cells)
         quiet = _IDLE.fullmatch(cells[0]) if len(cells) == 1 else None
-        if first and (version or quiet or names & {"health", "bus-id", "process id"}):
+        if first and (version or quiet or names):
             raise NpuSmiError(command, "device with a first row only", first.number, first.text)
         if version:
             if info["tool_version"]:
                 raise NpuSmiError(command, "a second table", number, line)
             info["tool_version"], info["driver_version"] = version.group(1), version.group(2) or None
-        elif "process id" in names:
+        elif "Process id" in names:
             if table or idle:
                 raise NpuSmiError(command, "a second header of processes", number, line)
             table, idle = _info_header(cells, _PROCESS_COLUMNS, {"npu_id", "pid"}, number, line), []
-        elif names & {"health", "bus-id"}:
-            second = "bus-id" in names
+        elif names:
+            second = "Bus-Id" in names
             if heads[second] or idle is not None or info["devices"]:
                 raise NpuSmiError(command, "a header in the wrong place", number, line)
             heads[second] = _info_header(cells, _INFO_COLUMNS, {"bus_id"} if second else {"npu_id", "name", "health"}, number, line)
@@ -321,12 +323,24 @@ def parse_info(text: str) -> dict:
             if None not in value and value in seen:
                 raise NpuSmiError(command, f"two devices with {'/'.join(key)} {'/'.join(map(str, value))}")
             seen.add(value)
+    cards = [device["npu_id"] for device in info["devices"]]
+    for process in info["processes"]:
+        if process["chip_id"] is None and cards.count(process["npu_id"]) > 1:
+            raise NpuSmiError(command, f"pid {process['pid']} on NPU {process['npu_id']}, which has more than one chip, without a chip")
     for npu_id in set(idle or ()):
-        chips = sum(device["npu_id"] == npu_id for device in info["devices"])
+        chips = cards.count(npu_id)
         busy = {process["chip_id"] for process in info["processes"] if process["npu_id"] == npu_id}
         if chips and len(busy) + idle.count(npu_id) > chips:
             raise NpuSmiError(command, f"NPU {npu_id} is idle {idle.count(npu_id)} times, with {len(busy)} of its {chips} chips in use")
     return info
+
+
+def _header_names(cells: list[str]) -> set[str]:
+    """The known names in a row, if it is a header: rows of values have a number."""
+    if any(_is_id(word) for cell in cells for word in cell.split()):
+        return set()
+    names = {name for cell in cells for name in _headings(cell, {**_INFO_COLUMNS, **_PROCESS_COLUMNS})}
+    return names if names & {"Health", "Bus-Id", "Process id"} else set()
 
 
 def _info_header(cells: list[str], known: _Columns, needed: set[str], number: int, line: str) -> _Row:
@@ -597,11 +611,12 @@ def parse_version(text: str) -> str:
 
 
 class _Field(NamedTuple):
-    """A ``Name : value`` line and its number."""
+    """A ``Name : value`` line, its number, and whether a blank line stands before it."""
 
     line: int
     name: str
     value: str
+    apart: bool = False
 
 
 def _fields(text: str, command: str, begin: Sequence[str] = ()) -> list[_Field]:
@@ -612,21 +627,23 @@ def _fields(text: str, command: str, begin: Sequence[str] = ()) -> list[_Field]:
     fields: list[_Field] = []
     lines = [(number, line, *(part.strip() for part in line.partition(":"))) for number, line in _lines(text) if line.strip()]
     skip = next((n for n, line in enumerate(lines) if line[2] in begin and line[3]), 0)
+    last = 0
     for number, line, name, colon, value in lines[skip:]:
         if re.match(r"\s*(?:\[WARNING\]|DrvMng)", line):
             continue
         if not colon or not name and not fields:
             raise NpuSmiError(command, "expected `Name : value`", number, line)
         if name:
-            fields.append(_Field(number, name, value))
+            fields.append(_Field(number, name, value, not fields or number - last > 1))
         elif value:
             fields[-1] = fields[-1]._replace(value="; ".join(filter(None, (fields[-1].value, value))))
+        last = number
     return fields
 
 
 def _unique(command: str, fields: Sequence[_Field], where: str = "") -> dict[str, str]:
     values: dict[str, str] = {}
-    for line, name, value in fields:
+    for line, name, value, _apart in fields:
         if name in values:
             raise NpuSmiError(command, f"a value comes twice{where}: {name!r}", line)
         values[name] = value
@@ -640,7 +657,7 @@ def _known(fields: Mapping[str, str], name: str) -> str | None:
 
 def parse_fields(text: str, command: str = "npu-smi") -> list[tuple[str, str]]:
     """The ``Name : value`` lines of a query (``-t product`` and others), in order; anything else but blank lines is an error."""
-    return [(name, value) for _line, name, value in _fields(text, command)]
+    return [(field.name, field.value) for field in _fields(text, command)]
 
 
 def parse_list(text: str) -> list[dict]:
@@ -652,7 +669,7 @@ def parse_list(text: str) -> list[dict]:
     keys = {"Product Name": "product", "Serial Number": "serial", "Chip Count": "chips"}
     total: int | None = None
     cards: list[dict] = []
-    for line, name, value in _fields(text, command, ("Total Count", "Card Count")):
+    for line, name, value, _apart in _fields(text, command, ("Total Count", "Card Count")):
         if name in ("Total Count", "Card Count"):
             if total is not None:
                 raise NpuSmiError(command, "a second count of cards", line)
@@ -742,6 +759,9 @@ def _blocks(command: str, fields: list[_Field]) -> tuple[int | None, list[_Block
         before = marks(rest[0])
         if before and marks(rest[-1]):
             raise NpuSmiError(command, "a Chip ID without a value", rest[0].line)
+        stray = next((field for field in rest if before and field.apart and not marks(field)), None)
+        if stray:                                   # may be a controller's
+            raise NpuSmiError(command, "values apart from their Chip ID", stray.line, stray.name)
         waiting: list[_Field] = []
         for field in reversed(rest) if before else rest:
             if not marks(field):
@@ -813,13 +833,13 @@ def parse_processes(text: str) -> list[dict]:
     processes = []
     npu_id, blocks = _blocks(command, fields)
     for chip_id, lines in blocks:
-        idle = any(name == "None" for _number, name, _line in lines)
+        idle = any(field.name == "None" for field in lines)
         if idle and len(lines) > 1:
             raise NpuSmiError(command, "processes where there are none", lines[0].line)
-        for number, name, line in () if idle else lines:
-            match = _PROCESS.fullmatch(line) if name == "Process" else None
+        for field in () if idle else lines:
+            match = _PROCESS.fullmatch(field.value) if field.name == "Process" else None
             if not match:
-                raise NpuSmiError(command, "expected a process (id, name, memory)", number, line)
+                raise NpuSmiError(command, "expected a process (id, name, memory)", field.line, field.value)
             processes.append({"npu_id": npu_id, "chip_id": chip_id, "pid": int(match.group(1)), "name": match.group(2).strip(),
                               "memory_mb": int(match.group(3))})
     return processes
