@@ -77,6 +77,9 @@ INFO, TOPO, MAP = fixture("info/910b3-24.1.rc1"), fixture("topo/910b3-kunpeng-pa
     (HOLDERS.replace("| 0       0                 | 582939 ", "  0       0                 | 582939 "), "line 34: row without its left border"),
     (HOLDERS.replace("| 0       0                 | 582939 ", "+ 0       0                 | 582939 "), "line 34: row without its left border"),
     (HOLDERS + HOLDERS, "a second table"),
+    (HOLDERS + HOLDERS[HOLDERS.index("| NPU     Chip "):], "a second header of processes"),
+    ("| 0 910B3 | OK | 1 2 0/0 |\n| No running processes found in NPU 0 |\n", "line 1: device with a first row only"),
+    ("| 0 910B3 | OK | 1 2 0/0 |\n| 0 | | 0000:C1:00.0 | 0 0/0 1/2 |\n", "line 2: expected the second row of a device"),
     (INFO.replace("| Chip ", "| Chip Chip "), "line 5: a column comes twice"),
     (INFO.replace("| NPU   Name ", "|       Name "), "line 4: header without npu_id"),
     ("\n".join(INFO.splitlines()[3:] + INFO.splitlines()[3:5]), "a header in the wrong place"),
@@ -109,6 +112,7 @@ def test_info_that_cannot_be_believed(text, reason):
     ("NIC0 X\n", "rows of network cards only"),
     ("NPU0 X HCCS\nNPU1 HCCS X SYS\n", "rows of different lengths"),
     ("NPU0 X\nNPU1 X\n", "rows of different lengths"),
+    ("Phy-ID0 Phy-ID1\nPhy-ID0 X SIO\nPhy-ID1 SIO\n", "line 3: 1 links under 2 columns"),
     (TOPO.replace("144-167", "144-167x", 1), "line 2: '144-167x' is no list of CPUs"),
     (TOPO.replace("144-167", "0-99999999999", 1), "line 2: '0-99999999999' is no list of CPUs"),
     (TOPO.replace("144-167", "144-167 NUMA", 1), "line 2: 10 values under 9 columns"),
@@ -202,6 +206,11 @@ def test_topo_with_network_cards_as_columns_only():
 def test_topo_rows_without_a_header_give_their_cpus():
     assert npu_smi.parse_topo("NPU0 X HCCS HCCS 0-3\n") == {"kind": "NPU", "links": {}, "cpus": {0: "0-3"}}
     assert npu_smi.parse_topo("NPU Chip Affinity\nNPU0 X SYS 0-3\nNPU1 SYS X 4-7\n")["links"] == {0: {1: "SYS"}, 1: {0: "SYS"}}
+
+
+def test_fields_are_given_as_printed():
+    assert npu_smi.parse_fields("\tProduct Type                   : Atlas 300I Duo\r\n\n\tSlot ID : \n") == [
+        ("Product Type", "Atlas 300I Duo"), ("Slot ID", "")]
 
 
 def test_a_long_output_is_quoted_in_part():
