@@ -486,7 +486,8 @@ def reports():
     for context_parallel in (8, 1):
         cases.append((model("GLM-5.2", in_4_bits), deployment(
             8, name=f"GLM-5.2 W4A8, DCP {context_parallel}", enable_expert_parallel=True, max_model_len=262144, max_num_seqs=8,
-            max_num_batched_tokens=4096, gpu_memory_utilization=0.95, decode_context_parallel_size=context_parallel, speculative_config=mtp), device()))
+            max_num_batched_tokens=4096, gpu_memory_utilization=0.95, decode_context_parallel_size=context_parallel,
+            speculative_config=mtp), device()))
     for dtype, bits in (("float16", 16), ("float32", 32)):
         for pipeline in (4, 8):
             cases.append((model("Qwen3.6-27B"), deployment(
