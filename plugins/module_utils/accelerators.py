@@ -304,12 +304,12 @@ def present_instances(record: dict[str, dict], containers: list[dict]) -> list[d
 
 def describe(reading: Reading, nodes: list[dict], node_of: Callable[[str | None], int | None],
              home_of: Callable[[int], dict], record: dict[str, dict], containers: list[dict],
-             warnings: list[str]) -> dict[str, Any]:
+             warnings: list[str], cpu: dict | None = None) -> dict[str, Any]:
     """The facts.
 
-    `nodes` are the machine's NUMA nodes (numa.read_nodes), `node_of` gives a PCI device's node, `home_of` a process's
-    ``{"name", "unit", "container"}`` (container id), `record` and `containers` what `present_instances` takes, `warnings` come
-    from gathering.
+    `cpu` is the machine's processors (numa.read_cpu), `nodes` are its NUMA nodes (numa.read_nodes), `node_of` gives a PCI device's
+    node, `home_of` a process's ``{"name", "unit", "container"}`` (container id), `record` and `containers` what `present_instances`
+    takes, `warnings` come from gathering.
     """
     warnings = list(warnings) + list(reading.warnings)
     instances = present_instances(record, containers)
@@ -343,6 +343,7 @@ def describe(reading: Reading, nodes: list[dict], node_of: Callable[[str | None]
                   for one, row in sorted(reading.links.items())},
         "numa_nodes": [{**node, "devices": [device["phy_id"] for device in devices if device["numa_node"] == node["id"]]}
                        for node in nodes],
+        "cpu": cpu or {},
         "instances": instances,
         "warnings": warnings,
     }

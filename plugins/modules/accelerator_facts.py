@@ -81,9 +81,16 @@ ansible_facts:
           description: Kind of link from device to device as the tool names it (V(HCCS), V(PHB), V(NV4), V(SYS)), by phy ids as texts.
           type: dict
         numa_nodes:
-          description: NUMA nodes with C(id), C(cpus), C(cores) (threads of each physical core), C(memory_mb) and C(devices).
+          description:
+            - NUMA nodes with C(id), C(cpus), C(cores) (threads of each physical core), C(memory_mb) (MiB), C(distances) (by node id, as
+              the firmware says them; 10 is the node itself) and C(devices).
           type: list
           elements: dict
+        cpu:
+          description:
+            - The processors in short, with C(architecture), C(online), C(offline), C(isolated), C(allowed) (the cpuset services live in),
+              C(sockets), C(cores) and C(threads_per_core). CPU lists are the kernel's.
+          type: dict
         instances:
           description:
             - Instances of this project that are recorded or run here, with C(name), C(deployment), C(service), C(index), C(runtime),
@@ -98,6 +105,7 @@ ansible_facts:
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -226,9 +234,11 @@ def main():
                            supports_check_mode=True)
     timeout = module.params["timeout"]
     warnings = []
+    nodes = numa.read_nodes()
     facts = accelerators.describe(
         reading=read_devices(module.params["vendor"], timeout, warnings),
-        nodes=numa.read_nodes(),
+        nodes=nodes,
+        cpu=numa.read_cpu(nodes, architecture=platform.machine()),
         node_of=numa.read_device_node,
         home_of=home_of,
         record=read_record(warnings),
