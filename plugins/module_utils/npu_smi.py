@@ -3,8 +3,8 @@
 Each parser takes the text of one command run with LC_ALL=C and returns plain dicts, or raises NpuSmiError naming the
 command, the line and the reason: a table is believed whole or not at all. Layout is taken as it comes: columns are found
 by their names in any width and order, unknown ones are passed over, and neither colours nor CR LF nor lines of others
-around the table matter. The formats are those of the vendor's open driver source (npucli: npu_info_print_ext.c,
-npu_topo_print.c, npu_smi.c) and of outputs from real machines (tests/unit/fixtures/npu_smi).
+around the table matter. The formats are those of the vendor's open driver source (npucli: npu_info_print_ext.c, npu_info.c,
+npu_smi.c) and of outputs from real machines (tests/unit/fixtures/npu_smi).
 
 Four numbers name one chip, and none follows from another:
 
