@@ -103,6 +103,23 @@ class Cache(NamedTuple):
 
 def read_plan(deployment: dict[str, Any], shape: Shape, device: dict[str, Any]) -> Plan:
     """The settings of a resolved deployment. Raises UnknownModel for one whose memory is not known here."""
+    try:
+        plan = _plan(deployment, shape, device)
+    except UnknownModel:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UnknownModel(f"args cannot be read: {error}") from None
+    for name, size, least in (("decode_context_parallel_size", plan.parallel.context, 1), ("block_size", plan.block, 1),
+                              ("max_num_batched_tokens", plan.batched_tokens, 1), ("max_num_seqs", plan.sequences, 1),
+                              ("num_speculative_tokens", plan.draft_tokens, 0), ("max_model_len", 1 if plan.context is None else plan.context, 1)):
+        if not least <= size < 1 << 40:
+            raise UnknownModel(f"args.{name} is {size}")
+    if not 0 < plan.utilization <= 1:
+        raise UnknownModel(f"args.gpu_memory_utilization is {plan.utilization}")
+    return plan
+
+
+def _plan(deployment: dict[str, Any], shape: Shape, device: dict[str, Any]) -> Plan:
     args = deployment["args"]
     parallel = Parallel(deployment["tensor_parallel_size"], deployment["pipeline_parallel_size"], deployment["data_parallel_size"],
                         int(args.get("decode_context_parallel_size") or 1), bool(args.get("enable_expert_parallel")))
@@ -376,8 +393,7 @@ def _weights(model: dict[str, Any], args: dict[str, Any]) -> list[dict]:
     if args.get("cpu_offload_gb"):
         raise UnknownModel("args.cpu_offload_gb moves weights into the machine's memory")
     quantization = args.get("quantization")
-    stored = "ascend" if quantization == "ascend" else (model["config"].get("quantization_config") or {}).get("quant_method")
-    if quantization and not stored:
+    if quantization and quantization != "ascend" and not model["config"].get("quantization_config"):
         raise UnknownModel(f"args.quantization {quantization} changes the weights while they are loaded")
     if model["tensors"]:
         return model["tensors"]
@@ -399,8 +415,6 @@ def _unknown(result: dict[str, Any], message: str, remedy: str) -> dict[str, Any
 
 def _from_total(result: dict[str, Any], model: dict, deployment: dict, visible: int, why: str) -> dict[str, Any]:
     """What the sum of all weights alone tells: too large even if every device held its share and nothing twice."""
-    room = int(visible * _utilization(deployment))
-    result["per_device"]["budget"] = room
     if model["total_bytes"]:
         share = math.ceil(model["total_bytes"] / deployment["devices_per_instance"] / MIB)
         result["per_device"]["weights"] = share

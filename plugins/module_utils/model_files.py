@@ -76,7 +76,9 @@ def read_header(path: str) -> dict[str, dict]:
             end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
             for entry in tensors.values():
                 entry["dtype"], entry["shape"] = str(entry["dtype"]), [int(edge) for edge in entry["shape"]]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+                if min(entry["shape"], default=0) < 0:
+                    raise ValueError(entry["shape"])
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise Unreadable(f"{path} is no safetensors file: its header is not as the format wants it") from error
     if size < end:
         raise Unreadable(f"{path} is cut short: {size} bytes of {end}")

@@ -73,13 +73,48 @@ def read_shape(config: dict[str, Any]) -> Shape:
     if kind is None:
         raise UnknownModel(f"architecture {text['model_type']!r} is not known to the fit")
     try:
-        return _shape(config, text, kind)
+        shape = _shape(config, text, kind)
     except KeyError as error:
         raise UnknownModel(f"config.json of a {text['model_type']} has no {error.args[0]}") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, UnknownModel):
-            raise
+    except UnknownModel:
+        raise
+    except _NO_NUMBER as error:
         raise UnknownModel(f"config.json of a {text['model_type']} cannot be read: {error}") from None
+    _refuse_the_impossible(shape)
+    return shape
+
+
+# What a value of the wrong kind raises where a number, a list or a dictionary is wanted.
+_NO_NUMBER = (TypeError, ValueError, OverflowError, ZeroDivisionError, AttributeError)
+# No model is near these; a config.json beyond them is damaged, and what would follow from it is no answer.
+_WIDEST, _MOST_LAYERS = 1 << 24, 10_000
+
+
+def _refuse_the_impossible(shape: Shape) -> None:
+    """Raises UnknownModel for a shape that no model has."""
+    at_least_one = {"num_hidden_layers": shape.layers, "hidden_size": shape.hidden, "vocab_size": shape.vocabulary,
+                    "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+                    **{f"the linear attention's {name}": size for name, size in shape.linear.items()}}
+    if LATENT in shape.kinds:
+        at_least_one["kv_lora_rank"] = shape.latent
+    if shape.experts:
+        at_least_one.update(num_experts=shape.experts, num_experts_per_tok=shape.experts_per_token, moe_intermediate_size=shape.expert_width)
+    if shape.window is not None:
+        at_least_one["sliding_window"] = shape.window
+    at_least_none = {"intermediate_size": shape.feed_forward, "index_head_dim": shape.index_dim, "num_nextn_predict_layers": shape.draft_layers,
+                     **{f"vision_config.{name}": size for name, size in (shape.vision or {}).items()}}
+    for least, sizes in ((1, at_least_one), (0, at_least_none)):
+        for name, size in sizes.items():
+            if not least <= size <= _WIDEST:
+                raise UnknownModel(f"config.json has {size} for {name}")
+    if shape.draft_layers > shape.layers:
+        raise UnknownModel(f"config.json has {shape.draft_layers} drafting layers")
+    if shape.context is not None and (not isinstance(shape.context, int) or not 0 < shape.context < 1 << 40):
+        raise UnknownModel(f"config.json has {shape.context!r} for max_position_embeddings")
+    if not isinstance(shape.dtype, str) or not isinstance(shape.linear_dtype, (str, type(None))):
+        raise UnknownModel(f"config.json has the dtype {shape.dtype!r}")
+    if shape.indexed and len(shape.indexed) != shape.layers:
+        raise UnknownModel(f"config.json names {len(shape.indexed)} indexer_types for {shape.layers} layers")
 
 
 def _language(config: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +132,8 @@ def _language(config: dict[str, Any]) -> dict[str, Any]:
 
 def _shape(config: dict[str, Any], text: dict[str, Any], kind: str) -> Shape:
     layers, heads, hidden = int(text["num_hidden_layers"]), int(text["num_attention_heads"]), int(text["hidden_size"])
+    if not 0 < layers <= _MOST_LAYERS:
+        raise UnknownModel(f"config.json has {layers} layers")
     values: dict[str, Any] = {
         "model_type": text["model_type"], "hidden": hidden, "vocabulary": int(text["vocab_size"]), "heads": heads,
         "kv_heads": int(text.get("num_key_value_heads") or heads), "head_dim": int(text.get("head_dim") or hidden // heads),
@@ -182,6 +219,17 @@ def expected_tensors(config: dict[str, Any]) -> list[dict]:
     weight files only.
     """
     shape, text = read_shape(config), _language(config)
+    try:
+        return _expected(shape, text, config)
+    except KeyError as error:
+        raise UnknownModel(f"config.json of a {shape.model_type} has no {error.args[0]}") from None
+    except UnknownModel:
+        raise
+    except _NO_NUMBER as error:
+        raise UnknownModel(f"config.json of a {shape.model_type} cannot be read: {error}") from None
+
+
+def _expected(shape: Shape, text: dict[str, Any], config: dict[str, Any]) -> list[dict]:
     if config.get("quantization_config") or text.get("quantization_config"):
         raise UnknownModel("the weights are quantised, and which of them only their files say")
     if shape.model_type not in _DERIVED:

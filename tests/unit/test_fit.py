@@ -529,3 +529,26 @@ def test_filters():
     assert row.split()[0] == "machine66"
     assert row.endswith("fits")
     assert json.loads(json.dumps(verdicts)) == verdicts
+
+
+# ------------------------------------------------------------------------------------------------------- whatever is written
+
+ODD = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=True), st.text(max_size=3), st.just([]), st.just(["x"]),
+                st.just({}), st.just(10 ** 30))
+
+
+@given(st.sampled_from(["Qwen3-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "GLM-5.2", "Qwen3.6-27B"]), st.data())
+def test_no_config_and_no_argument_is_a_traceback(name, data):
+    """Models come from strangers, and args_check may be off."""
+    odd = config(name)
+    inner = data.draw(st.sampled_from([part for part in (odd, odd.get("text_config"), odd.get("vision_config")) if part]))
+    inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ODD)
+    keys = ("max_model_len", "gpu_memory_utilization", "block_size", "max_num_seqs", "kv_cache_dtype", "kv_cache_memory_bytes", "dtype",
+            "speculative_config", "limit_mm_per_prompt", "decode_context_parallel_size", "max_num_batched_tokens", "mamba_ssm_cache_dtype")
+    args = data.draw(st.dictionaries(st.sampled_from(keys), ODD, max_size=2))
+    tensors = data.draw(st.sampled_from([None, model(name)["tensors"]]))
+    read = {"path": "/m", "config": odd, "tensors": tensors, "total_bytes": None, "missing": []}
+    found = fit.verdict(read, deployment(2, **args), device())
+    assert found["verdict"] in ("fits", "does_not_fit", "unknown")
+    assert all("\n" not in finding["message"] for finding in found["findings"])
+    json.dumps(found)

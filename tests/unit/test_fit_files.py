@@ -81,6 +81,9 @@ def test_an_interrupted_copy_is_seen(tmp_path):
 
 @pytest.mark.parametrize("content", [
     b"", b"\0" * 7, b"<html>not found</html>", struct.pack("<Q", 1 << 60) + b"{}", struct.pack("<Q", 2) + b"[]",
+    *(struct.pack("<Q", len(text)) + text for text in (b'{"x": {"dtype": "I8", "shape": [-1], "data_offsets": [0, 0]}}',
+                                                       b'{"x": {"dtype": "I8", "shape": [Infinity], "data_offsets": [0, 0]}}',
+                                                       b'{"x": {"dtype": "I8", "shape": [1], "data_offsets": [0, "1"]}}')),
     struct.pack("<Q", 12) + b'{"x": {"a":1}}'[:12], struct.pack("<Q", 8) + b'{"x": 1}', struct.pack("<Q", 4) + b"null",
 ])
 def test_what_is_no_safetensors_file(tmp_path, content):
@@ -118,3 +121,13 @@ def test_folding_loses_no_byte(entries):
     tensors = [(f"model.layers.{layer}.experts.{expert}.w", dtype, [edge, 3]) for layer, expert, dtype, edge in entries]
     rows = model_files.fold(tensors)
     assert sum(map(model_files.row_bytes, rows)) == sum(edge * 3 * BITS[dtype] // 8 for _layer, _expert, dtype, edge in entries)
+
+
+@given(st.binary(max_size=80), st.one_of(st.none(), st.integers(0, 90)))
+def test_no_file_is_a_traceback(tmp_path_factory, content, length):
+    path = tmp_path_factory.mktemp("model") / "a.safetensors"
+    path.write_bytes(content if length is None else struct.pack("<Q", length) + content)
+    try:
+        assert isinstance(model_files.read_header(str(path)), dict)
+    except model_files.Unreadable as error:
+        assert "\n" not in str(error)
