@@ -501,7 +501,7 @@ def parse_topo(text: str) -> dict:
         if not labels or rest.lstrip().startswith(":"):
             continue                                # legend, names of network cards, blank lines, others' lines
         columns = _headings(rest, {"CPU Affinity": None})
-        # A table of one device: its header has a label less than a row has, its row a link.
+        # Two labels make a header; where there is one device only, its header is a label without a link after it.
         if len(labels) > 1 or not rows and not header and (not columns or columns[0] == "CPU Affinity"):
             if header or rows:
                 raise NpuSmiError(command, "a second header", number, line)
