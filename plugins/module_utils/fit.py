@@ -11,6 +11,7 @@ estimate stands between yes and no the finding is a warning, not an error. An un
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -131,12 +132,11 @@ def _plan(deployment: dict[str, Any], shape: Shape, device: dict[str, Any]) -> P
     if dtype_bytes == 4 and args.get("dtype") in (None, "auto"):
         dtype_bytes = 2                     # vLLM loads a model of 32 bits in 16 unless it is told otherwise
     ascend = not str(device.get("name") or "").startswith("NVIDIA")
-    speculative = args.get("speculative_config")
-    speculative = speculative if isinstance(speculative, dict) else {}
+    speculative = _dictionary(args.get("speculative_config"))
     drafts = bool(shape.draft_layers) and "mtp" in str(speculative.get("method", ""))
     length = args.get("max_model_len")
     automatic = str(length) in ("auto", "-1")
-    limits = args.get("limit_mm_per_prompt") if isinstance(args.get("limit_mm_per_prompt"), dict) else {}
+    limits = _dictionary(args.get("limit_mm_per_prompt"))
     seen = any(limits.get(kind, 1) != 0 for kind in ("image", "video")) and not args.get("language_model_only")
     return Plan(
         parallel=parallel,
@@ -158,6 +158,16 @@ def _plan(deployment: dict[str, Any], shape: Shape, device: dict[str, Any]) -> P
         cache_size=tokens(args["kv_cache_memory_bytes"]) if args.get("kv_cache_memory_bytes") else None,
         buffer_mib=_buffers(parallel, deployment["env"]) if ascend else 0,
     )
+
+
+def _dictionary(value: Any) -> dict[str, Any]:
+    """An argument that is a dictionary, or JSON as the command line has it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _utilization(deployment: dict[str, Any]) -> float:
@@ -382,8 +392,8 @@ def verdict(model: dict[str, Any], deployment: dict[str, Any], device: dict[str,
     faults = _indivisible(shape, plan)
     if faults:
         return _unknown(result, *faults)
-    draft = deployment["args"].get("speculative_config")
-    if isinstance(draft, dict) and draft.get("model"):
+    draft = _dictionary(deployment["args"].get("speculative_config"))
+    if draft.get("model"):
         result["findings"].append({"level": "info", "remedy": "", "message": f"the drafting model {draft['model']} is not counted"})
     return _judge(result, rows, shape, plan, deployment)
 

@@ -166,6 +166,7 @@ def test_drafting_layers_are_loaded_only_to_draft():
     mtp = {"method": "mtp", "num_speculative_tokens": 1}
     layer = 2 * (5120 * (12288 + 2 * 1024) + 6144 * 5120 + 3 * 5120 * 17408 + 2 * 5120 + 2 * 256 + 2 * 5120 * 5120 + 3 * 5120)
     assert weights("Qwen3.6-27B", speculative_config=mtp)[0] - weights("Qwen3.6-27B")[0] == layer
+    assert weights("Qwen3.6-27B", speculative_config=json.dumps(mtp)) == weights("Qwen3.6-27B", speculative_config=mtp)
     assert weights("Qwen3.6-27B", speculative_config={"method": "ngram"}) == weights("Qwen3.6-27B")
 
 
