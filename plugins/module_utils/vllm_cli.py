@@ -184,7 +184,7 @@ def check_arguments(deployment: dict, where: str = "", directory: Path = CATALOG
             f"vllm_version is not set, arguments were checked against vLLM {version}; set it to the version of the image")})
     level = "error" if choice.exact and deployment["args_check"] == "error" else "warning"
     for message in _mistakes(args, choice.catalogue):
-        findings.append({"level": level, "message": prefix + message})
+        findings.append({"level": level, "message": prefix + message.replace("\n", "\\n")})
     return findings
 
 

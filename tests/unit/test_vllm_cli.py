@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.llmops.ascend.plugins.module_utils import vllm_cli
+from hypothesis import given
+from hypothesis import strategies as st
 
 INSTANCE = {"address": "198.18.254.66", "port": 8001}
 
@@ -298,3 +300,16 @@ def test_every_option_has_the_same_keys():
     for catalogue in vllm_cli.load_catalogues().values():
         assert {tuple(option) for option in catalogue["options"].values()} == {
             ("aliases", "takes_value", "nargs", "type", "choices", "metavar", "default")}
+
+
+ODD = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.dates()),
+                   lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)), max_leaves=5)
+NAMES = sorted({name[2:].replace("-", "_") for catalogue in vllm_cli.load_catalogues().values() for name in catalogue["options"]})
+
+
+@given(st.dictionaries(st.one_of(st.sampled_from(NAMES), st.text(max_size=12)), ODD, max_size=3),
+       st.sampled_from(["0.18.0", "0.23.0", "0.30.0", None]))
+def test_whatever_is_written_is_judged_in_lines_and_rendered_in_words(args, version):
+    found = vllm_cli.check_arguments(deployment(version, args=args))
+    assert all("\n" not in finding["message"] for finding in found)
+    assert all(isinstance(word, str) for word in vllm_cli.render_arguments(deployment(version, args=args), INSTANCE))
