@@ -1,7 +1,8 @@
 """Filters of the role preflight: doors to module_utils.inventory_rules and to what the module machine_preflight is asked.
 
 inventory_findings is the first gate; machine_wants and placed_wants say what machine_preflight looks for in the second and third;
-placement_findings adds what placement found; finding_lines, finding_table and of_machines show it all.
+placement_findings adds what placement found, fit_findings and compatibility_findings what devices and versions allow;
+finding_lines, finding_table and of_machines show it all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Callable, Iterable, Mapping
 import yaml
 from ansible.errors import AnsibleError
 from ansible_collections.llmops.ascend.plugins.filter.resolve_deployments import load_presets
-from ansible_collections.llmops.ascend.plugins.module_utils import inventory_rules
+from ansible_collections.llmops.ascend.plugins.module_utils import compatibility, inventory_rules
 from ansible_collections.llmops.ascend.plugins.module_utils.inventory_rules import Machine
 from ansible_collections.llmops.ascend.plugins.module_utils.plain import plain
 from ansible_collections.llmops.ascend.plugins.module_utils.tables import table
@@ -140,6 +141,56 @@ def placement_findings(
     ]
 
 
+def known_models(machines: Iterable[str], hostvars: Mapping[str, Any]) -> dict[str, Any]:
+    """Models by their directory, as the first of the machines has read them: those that lack one yet will get the same."""
+    known: dict[str, Any] = {}
+    for name in machines:
+        for path, model in plain((hostvars[name].get("preflight_devices") or {}).get("models") or {}).items():
+            if model["config"] and path not in known:
+                known[path] = model
+    return known
+
+
+def fit_findings(verdicts: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """What verdicts of fit have against a start, as findings; what is only information is left to the table."""
+    return [
+        {
+            "level": finding["level"],
+            "check": "fit",
+            "message": f"deployment {verdict['deployment']}: {finding['message']}",
+            "remedy": finding["remedy"],
+        }
+        for verdict in plain(list(verdicts))
+        for finding in verdict["findings"]
+        if finding["level"] != "info"
+    ]
+
+
+def compatibility_findings(
+    deployments: Mapping[str, Mapping[str, Any]], accelerators: Mapping[str, Any], allow: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """What presets/compatibility.yml has against a machine's chips and driver and the versions its deployments name."""
+    deployments, accelerators = plain(deployments), plain(accelerators)
+    if accelerators.get("vendor") != "huawei":
+        return []
+    chips = sorted({device["name"] for device in accelerators["devices"] if device.get("name")})
+    found: list[dict[str, str]] = []
+    for deployment in deployments.values():
+        for chip in chips:
+            known = {
+                "chip": chip,
+                "hdk": accelerators.get("driver_version"),
+                "cann": deployment["cann_version"],
+                "vllm": deployment["vllm_version"],
+                "vllm_ascend": deployment["vllm_ascend_version"],
+            }
+            for item in compatibility.judge(known, _compatibility(), plain(allow)):
+                line = {"level": item["level"], "check": "compatibility", "message": item["message"], "remedy": item["remedy"]}
+                if line not in found:
+                    found.append(line)
+    return found
+
+
 def finding_lines(findings: Iterable[Mapping[str, Any]], level: str) -> list[str]:
     """The findings of one level, a line each: where, what is wrong, what to do."""
     return inventory_rules.lines(plain(findings), level)
@@ -172,6 +223,11 @@ def _machine(variables: Mapping[str, Any]) -> Machine:
 
 
 @functools.lru_cache(maxsize=None)
+def _compatibility() -> dict[str, Any]:
+    return yaml.safe_load((ROLES.parent / "presets" / "compatibility.yml").read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(maxsize=None)
 def _role_variables() -> tuple[str, ...]:
     """The variables of all roles, from their argument specifications."""
     names = set()
@@ -192,6 +248,9 @@ class FilterModule:
             "machine_wants": machine_wants,
             "placed_wants": placed_wants,
             "placement_findings": placement_findings,
+            "known_models": known_models,
+            "fit_findings": fit_findings,
+            "compatibility_findings": compatibility_findings,
             "finding_lines": finding_lines,
             "finding_table": finding_table,
             "of_machines": of_machines,

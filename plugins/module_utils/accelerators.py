@@ -2,7 +2,7 @@
 
 `gather` of the module accelerator_facts reads, `describe` here thinks: it gets all texts and answers with the facts.
 Nothing is guessed: ids that cannot be mapped, unknown NUMA nodes and unreadable tables are null and a warning. Vendors differ
-only in how `Reading` is filled (`read_npus` for Ascend); the facts are the same.
+only in how `Reading` is filled (`read_npus` for Ascend, `read_gpus` for NVIDIA); the facts are the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any, Callable, NamedTuple
 
-from ansible_collections.llmops.ascend.plugins.module_utils import npu_smi
+from ansible_collections.llmops.ascend.plugins.module_utils import npu_smi, nvidia_smi
 from ansible_collections.llmops.ascend.plugins.module_utils.numa import locate, normalise_bus_id
 
 RECORD = "/var/lib/llmops/instances.json"
@@ -160,6 +160,79 @@ def _versions(info: dict, output: Output | None, warnings: list[str]) -> dict[st
     return versions
 
 
+# ------------------------------------------------------------------------------------------------------------- NVIDIA
+
+def read_gpus(outputs: dict[str, Output], minors: dict[str, int], device_numbers: list[int]) -> Reading:
+    """The machine's GPUs from the outputs of nvidia-smi: ``gpus`` (--query-gpu), ``processes`` (--query-compute-apps), ``topo``.
+
+    `minors` are the N of /dev/nvidiaN by normalised PCI address, as the driver says them in /proc; where it does not (in some
+    containers), indices stand for them if the /dev/nvidiaN nodes have the same numbers, `device_numbers`.
+    """
+    answer = outputs["gpus"]
+    failure = nvidia_smi.explain_failure(*answer)
+    try:
+        gpus = nvidia_smi.parse_gpus(answer.text)
+    except nvidia_smi.NvidiaSmiError as error:
+        return Reading("nvidia", f"nvidia-smi: {failure.meaning}; {failure.remedy}" if failure else str(error))
+    warnings = [f"nvidia-smi ended with: {failure.meaning}; {failure.remedy}"] if failure else []
+    alike = [gpu["index"] for gpu in gpus] == sorted(device_numbers)
+
+    devices, by_uuid = [], {}
+    for gpu in gpus:
+        bus_id = gpu["bus_id"] and normalise_bus_id(gpu["bus_id"])
+        minor = minors.get(bus_id, gpu["index"] if alike and not minors else None)
+        where = f"GPU {gpu['index']}"
+        if minor is None:
+            warnings.append(f"{where}: its /dev/nvidia number is not known, so it is not used")
+        elif minor not in device_numbers:
+            warnings.append(f"{where}: /dev/nvidia{minor} is not there; run nvidia-modprobe -u -c={minor}, or in a container give it the device")
+        if gpu["mig"]:
+            warnings.append(f"{where}: it is cut in MIG slices, which cannot be used here: nvidia-smi -i {gpu['index']} -mig 0")
+        by_uuid[gpu["uuid"]] = minor
+        devices.append({
+            "npu_id": gpu["index"], "chip_id": 0, "logic_id": gpu["index"], "phy_id": minor,
+            "node": None if minor is None else f"/dev/nvidia{minor}", "name": gpu["name"], "health": None, "bus_id": bus_id,
+            "hbm_total_mb": gpu["memory_total_mb"], "hbm_used_mb": gpu["memory_used_mb"],
+            "temperature_c": gpu["temperature_c"], "power_w": gpu["power_w"], "utilization_pct": gpu["utilization_pct"],
+        })
+    devices.sort(key=lambda device: (device["phy_id"] is None, device["phy_id"], device["logic_id"]))
+    links, cpus = _gpu_topology(outputs.get("topo"), devices, warnings)
+    return Reading("nvidia", None, {"driver_version": gpus[0]["driver_version"]}, devices, links, cpus,
+                   _gpu_processes(outputs.get("processes"), by_uuid, warnings), warnings)
+
+
+def _gpu_topology(output: Output | None, devices: list[dict],
+                  warnings: list[str]) -> tuple[dict[int, dict[int, str]], dict[int, str | None]]:
+    if output is None:
+        return {}, {}
+    try:
+        topo = nvidia_smi.parse_topo(output.text)
+    except nvidia_smi.NvidiaSmiError as error:
+        failure = nvidia_smi.explain_failure(*output)
+        warnings.append(f"nvidia-smi topo -m: {failure.meaning}" if failure else str(error))
+        return {}, {}
+    ids = {device["logic_id"]: device["phy_id"] for device in devices}
+    if set(topo["links"]) != set(ids):
+        warnings.append(f"nvidia-smi topo -m shows GPU {', '.join(map(str, topo['links']))}, which are not all there are; its links are not used")
+        return {}, {}
+    known = {index: minor for index, minor in ids.items() if minor is not None}
+    return ({known[one]: {known[other]: link for other, link in topo["links"][one].items() if other in known} for one in known},
+            {known[one]: topo["cpus"][one] for one in known})
+
+
+def _gpu_processes(output: Output | None, by_uuid: dict[str, int | None], warnings: list[str]) -> list[tuple]:
+    if output is None:
+        return []
+    try:
+        processes = nvidia_smi.parse_processes(output.text)
+    except nvidia_smi.NvidiaSmiError as error:
+        failure = nvidia_smi.explain_failure(*output)
+        warnings.append(f"nvidia-smi --query-compute-apps: {failure.meaning}" if failure else str(error))
+        return []
+    return [(by_uuid[process["uuid"]], process["pid"], process["name"], process["memory_mb"])
+            for process in processes if by_uuid.get(process["uuid"]) is not None]
+
+
 # -------------------------------------------------------------------------------------------------- instances, holders
 
 def parse_containers(text: str) -> list[dict]:
@@ -231,12 +304,12 @@ def present_instances(record: dict[str, dict], containers: list[dict]) -> list[d
 
 def describe(reading: Reading, nodes: list[dict], node_of: Callable[[str | None], int | None],
              home_of: Callable[[int], dict], record: dict[str, dict], containers: list[dict],
-             warnings: list[str]) -> dict[str, Any]:
+             warnings: list[str], cpu: dict | None = None) -> dict[str, Any]:
     """The facts.
 
-    `nodes` are the machine's NUMA nodes (numa.read_nodes), `node_of` gives a PCI device's node, `home_of` a process's
-    ``{"name", "unit", "container"}`` (container id), `record` and `containers` what `present_instances` takes, `warnings` come
-    from gathering.
+    `cpu` is the machine's processors (numa.read_cpu), `nodes` are its NUMA nodes (numa.read_nodes), `node_of` gives a PCI device's
+    node, `home_of` a process's ``{"name", "unit", "container"}`` (container id), `record` and `containers` what `present_instances`
+    takes, `warnings` come from gathering.
     """
     warnings = list(warnings) + list(reading.warnings)
     instances = present_instances(record, containers)
@@ -270,6 +343,7 @@ def describe(reading: Reading, nodes: list[dict], node_of: Callable[[str | None]
                   for one, row in sorted(reading.links.items())},
         "numa_nodes": [{**node, "devices": [device["phy_id"] for device in devices if device["numa_node"] == node["id"]]}
                        for node in nodes],
+        "cpu": cpu or {},
         "instances": instances,
         "warnings": warnings,
     }

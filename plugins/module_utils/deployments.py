@@ -100,6 +100,8 @@ FIELDS: dict[str, Field] = {
     "runtime": Field("container", _one_of("container", "venv")),
     "image": Field(None, _text(none=True)),
     "vllm_version": Field(None, _text(none=True)),
+    "vllm_ascend_version": Field(None, _text(none=True)),
+    "cann_version": Field(None, _text(none=True)),
     "tensor_parallel_size": Field(1, _integer(1)),
     "pipeline_parallel_size": Field(1, _integer(1)),
     "data_parallel_size": Field(1, _integer(1)),

@@ -67,9 +67,10 @@ def _read(path: Path) -> str | None:
 def read_nodes(root: Path = Path("/")) -> list[dict]:
     """The machine's NUMA nodes, ascending by id.
 
-    Each is ``{"id": 0, "cpus": "0-31,64-95", "cores": ["0,64", ...] | None, "memory_mb": 128000 | None}``. ``cpus`` holds
-    online CPUs only and is empty for a memory-only node; ``cores`` lists the hardware threads of each physical core
-    and is None where the kernel does not say. `root` is another root directory, for tests.
+    Each is ``{"id": 0, "cpus": "0-31,64-95", "cores": ["0,64", ...] | None, "memory_mb": 128000 | None, "distances": {"0": 10,
+    "1": 21} | None}``. ``cpus`` holds online CPUs only and is empty for a memory-only node; ``cores`` lists the hardware threads of
+    each physical core and ``distances`` the firmware's to each node (ACPI SLIT, 10 is the node itself); both are None where the
+    kernel does not say. `root` is another root directory, for tests.
     """
     directories = {int(path.name[4:]): path for path in (root / "sys/devices/system/node").glob("node*")
                    if path.name[4:].isdigit()}
@@ -79,8 +80,17 @@ def read_nodes(root: Path = Path("/")) -> list[dict]:
         if text is not None:
             cpus = parse_cpu_list(text)
             nodes.append({"id": number, "cpus": format_cpu_list(cpus), "cores": _read_cores(cpus, root),
-                          "memory_mb": _read_memory(directory / "meminfo")})
+                          "memory_mb": _read_memory(directory / "meminfo"),
+                          "distances": _read_distances(directory / "distance", sorted(directories))})
     return nodes
+
+
+def _read_distances(path: Path, nodes: list[int]) -> dict[str, int] | None:
+    """Distances by node id; the file has one for each online node, in their order."""
+    values = (_read(path) or "").split()
+    if len(values) != len(nodes) or not all(value.isdigit() for value in values):
+        return None
+    return {str(node): int(value) for node, value in zip(nodes, values)}
 
 
 def _read_cores(cpus: list[int], root: Path) -> list[str] | None:
@@ -96,6 +106,50 @@ def _read_cores(cpus: list[int], root: Path) -> list[str] | None:
 def _read_memory(path: Path) -> int | None:
     match = re.search(r"MemTotal:\s*(\d+)\s*kB", _read(path) or "")
     return int(match.group(1)) // 1024 if match else None
+
+
+def read_cpu(nodes: list[dict], root: Path = Path("/"), architecture: str | None = None) -> dict:
+    """The machine's processors in short, as lscpu tells them, and which of them a service may use.
+
+    ``{"architecture": "aarch64", "online": "0-127", "offline": "", "isolated": "2-3", "allowed": "0-127", "sockets": 2, "cores": 64,
+    "threads_per_core": 2}``. `isolated` (isolcpus= or nohz_full=) are left alone by the scheduler, `allowed` is the cpuset that services
+    already live in (system.slice, else this process); what the kernel does not say is None. `nodes` is the answer of `read_nodes`:
+    a cpuset that knows none of their CPUs speaks of another machine than they do (a container with its own view of the nodes) and
+    counts for nothing.
+    """
+    base = root / "sys/devices/system/cpu"
+    online = _read_list(base / "online")
+    cpus = [cpu for node in nodes for cpu in parse_cpu_list(node["cpus"])] or (parse_cpu_list(online) if online else [])
+    special = [_read_list(base / name) for name in ("isolated", "nohz_full")]
+    allowed = _read_list(root / "sys/fs/cgroup/system.slice/cpuset.cpus.effective") or _allowed(root / "proc/self/status")
+    believed = online is not None and set(cpus) <= set(parse_cpu_list(online))
+    cores = [core for node in nodes for core in node["cores"] or []]
+    packages = {_read(base / f"cpu{cpu}/topology/physical_package_id") for cpu in cpus} - {None}
+    return {
+        "architecture": architecture,
+        "online": online,
+        "offline": _read_list(base / "offline"),
+        "isolated": format_cpu_list(cpu for text in special if text for cpu in parse_cpu_list(text)) if believed and any(
+            text is not None for text in special) else None,
+        "allowed": allowed if believed else None,
+        "sockets": len(packages) or None,
+        "cores": len(cores) or None,
+        "threads_per_core": max(len(parse_cpu_list(core)) for core in cores) if cores else None,
+    }
+
+
+def _read_list(path: Path) -> str | None:
+    """A file with a CPU list; None where it is not there or holds something else, such as (null)."""
+    text = _read(path)
+    try:
+        return None if text is None else format_cpu_list(parse_cpu_list(text))
+    except ValueError:
+        return None
+
+
+def _allowed(path: Path) -> str | None:
+    match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", _read(path) or "", re.MULTILINE)
+    return match.group(1) if match else None
 
 
 def read_device_node(bus_id: str | None, root: Path = Path("/")) -> int | None:

@@ -14,14 +14,16 @@ Everything that follows from devices (HCCL ports, cores) is computed from their 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Iterable, NamedTuple, Sequence
 
 from ansible_collections.llmops.ascend.plugins.module_utils.numa import format_cpu_list, parse_cpu_list
 from ansible_collections.llmops.ascend.plugins.module_utils.vllm_cli import render_arguments
 
-# From one die of the same card to another socket. A link nobody knows is taken for the worst.
+# From one die of the same card to another socket. A link nobody knows is taken for the worst. NVIDIA's NV# counts the NVLinks.
 LINK_RANKS: dict[str | None, int] = {
     "SIO": 1, "UB": 2, "HCCS": 2, "XLink": 2, "HCCS_SW": 3, "XLink_SW": 3,
+    **{f"NV{links}": 1 if links >= 8 else 2 if links >= 2 else 3 for links in range(1, 65)},
     "PIX": 4, "PXB": 5, "PHB": 6, "NODE": 7, "SYS": 8, "NA": 9, None: 9,
 }
 # Why an instance cannot run, the weightiest first. Only what is weighed by health alone may go on running.
@@ -48,6 +50,7 @@ class Device(NamedTuple):
     cpus: str | None
     path: str
     logic_id: int | None
+    card: int | None                     # of a card whose dies only work together, else None
     fault: tuple[str, str] | None        # (kind, reason) of what blocks its instance
 
 
@@ -220,7 +223,10 @@ class _Plan:
         self.shown = {device["phy_id"]: device for device in facts.get("devices") or [] if device["phy_id"] is not None}
         self.existing: dict[str, dict] = {
             instance["name"]: instance for instance in facts.get("instances") or [] if instance.get("devices")}
+        self.nodes = {node["id"]: node for node in facts.get("numa_nodes") or []}
+        self.cpu = facts.get("cpu") or {}
         self.assumed = False
+        self.dies = 1                                                       # of a card that only works whole
         self.devices: dict[int, Device] = {}
         self.taken: dict[int, str] = {}                                     # device -> instance
         self.kept: dict[str, tuple[int, ...]] = {}
@@ -229,9 +235,10 @@ class _Plan:
     def result(self) -> dict:
         self.devices = self._survey()
         pools = self._pools()
-        counts = self._counts(pools)
+        whole = self._whole_cards(pools)
+        counts = self._counts(whole)
         self._keep(pools, counts)
-        self._cut(pools, counts)
+        self._cut(whole, counts)
         shares = self._core_shares() if any(one["numa_binding"] == "cores" for one in self.deployments) else {}
         instances = [self._instance(deployment, index, devices, shares)
                      for deployment in sorted(self.deployments, key=lambda deployment: deployment["name"])
@@ -283,14 +290,34 @@ class _Plan:
         if unknown:
             self._find("warning", f"quarantined_devices names {_devices(unknown)}, this machine has "
                        f"{format_cpu_list(self.shown) or 'none'}; correct it, or the device you mean stays in use")
-        devices = {}
+        devices, cards = {}, self._cards(absent)
         for number in sorted(set(self.shown) | absent):
             shown = self.shown.get(number)
             devices[number] = Device(
                 number, shown and shown.get("numa_node"), shown and shown.get("cpus"),
-                (shown and shown.get("node")) or f"/dev/davinci{number}", shown and shown.get("logic_id"),
+                (shown and shown.get("node")) or f"/dev/davinci{number}", shown and shown.get("logic_id"), cards.get(number),
                 self._fault(number, shown))
         return devices
+
+    def _cards(self, absent: set[int]) -> dict[int, int]:
+        """The card of each die that only works together with its sibling: two dies of a 910 on one card, as Atlas A3 has them.
+
+        vllm-ascend's quick start says of Atlas A3 that at least both dies of a card are needed; the two chips of a 310P Duo card are
+        independent. An absent die is the sibling of its neighbour where that has lost one (phy id = 2 * card + chip).
+        """
+        dies: dict[int, list[int]] = {}
+        for number, shown in self.shown.items():
+            if re.match(r"(Ascend)?910", shown.get("name") or "") and shown.get("npu_id") is not None:
+                dies.setdefault(shown["npu_id"], []).append(number)
+        self.dies = max(map(len, dies.values()), default=1)
+        if self.dies == 1:
+            return {}
+        cards = {number: card for card, numbers in dies.items() for number in numbers}
+        for number in absent:
+            card = cards.get(number ^ 1)
+            if card is not None and len(dies[card]) < self.dies:
+                cards[number] = card
+        return cards
 
     def _assume(self, expected: int) -> dict[int, Device]:
         self.assumed = True
@@ -305,7 +332,7 @@ class _Plan:
             self._find("warning", f"{why}; placement assumes {number} devices{hint}")
         elif self.deployments:
             self._find("warning", f"{why}; nothing is placed (set expected_devices to plan ahead)")
-        return {device: Device(device, None, None, f"/dev/davinci{device}", None, self._fault(device, {}))
+        return {device: Device(device, None, None, f"/dev/davinci{device}", None, None, self._fault(device, {}))
                 for device in range(number)}
 
     def _fault(self, number: int, shown: dict | None) -> tuple[str, str] | None:
@@ -349,13 +376,31 @@ class _Plan:
                 pools[deployment["name"]] = set(self.devices) - set(claimed)
         return pools
 
+    def _whole_cards(self, pools: dict[str, set[int]]) -> dict[str, set[int]]:
+        """The pools without dies whose card they do not hold whole: an instance never gets half a card."""
+        if self.dies == 1:
+            return pools
+        cards: dict[int, set[int]] = {}
+        for device in self.devices.values():
+            if device.card is not None:
+                cards.setdefault(device.card, set()).add(device.id)
+        whole = {}
+        for deployment in self.deployments:
+            pool, size = pools[deployment["name"]], deployment["devices_per_instance"]
+            usable = {device for dies in cards.values() if len(dies) == self.dies and dies <= pool for device in dies}
+            whole[deployment["name"]] = usable
+            if size % self.dies:
+                whole[deployment["name"]] = set()
+                self._find("error", f"an instance of {size} would split a card, whose {self.dies} dies only work together; "
+                           f"make tensor_parallel_size a multiple of {self.dies}", deployment)
+            elif deployment["devices"] != "all" and usable != pool:
+                self._find("error", f"`devices` splits a card, whose dies only work together: {_devices(sorted(pool - usable))} "
+                           f"of {format_cpu_list(pool)} without the other; list whole cards", deployment)
+        return whole
+
     def _counts(self, pools: dict[str, set[int]]) -> dict[str, int]:
         counts: dict[str, int] = {}
-        shared = set(self.devices)
-        for deployment in self.deployments:
-            if deployment["devices"] != "all":
-                shared -= pools[deployment["name"]]
-        left = len(shared)
+        left = max((len(pools[deployment["name"]]) for deployment in self.deployments if deployment["devices"] == "all"), default=0)
         for deployment in self.deployments:                     # those with a number come before `all`, see __init__
             size, wanted = deployment["devices_per_instance"], deployment["instances"]
             fixed = deployment["devices"] != "all"
@@ -401,22 +446,54 @@ class _Plan:
             missing = [index for index in range(counts[name]) if index not in self.placed.get(name, {})]
             if not missing:
                 continue
-            cut = Cut(self.devices, self.links, pools[name] - set(self.taken), deployment["devices_per_instance"])
+            units = self._units(pools[name] - set(self.taken))
+            dies = max(map(len, units.values()), default=1)
+            cut = Cut({one: self._as_one(one, dies_) for one, dies_ in units.items()}, self._unit_links(units), units,
+                      deployment["devices_per_instance"] // dies)
             for index, group in zip(missing, cut.best(len(missing))):
-                self._take(deployment, index, group)
+                self._take(deployment, index, tuple(sorted(device for one in group for device in units[one])))
             if cut.limited:
                 self._find("warning", "the links follow no pattern; a good cut is used, not proven to be the best", deployment)
+
+    def _units(self, pool: set[int]) -> dict[int, tuple[int, ...]]:
+        """What is cut over, by its lowest device: devices, or cards with all their dies."""
+        together: dict[tuple, list[int]] = {}
+        for device in sorted(pool):
+            card = self.devices[device].card
+            together.setdefault(("device", device) if card is None else ("card", card), []).append(device)
+        return {dies[0]: tuple(dies) for dies in together.values()}
+
+    def _as_one(self, one: int, dies: tuple[int, ...]) -> Device:
+        """A card as one device: broken when one of its dies is."""
+        if len(dies) == 1:
+            return self.devices[one]
+        return self.devices[one]._replace(fault=next((self.devices[die].fault for die in dies if self.devices[die].fault), None))
+
+    def _unit_links(self, units: dict[int, tuple[int, ...]]) -> dict[int, dict[int, str]]:
+        """The worst link between any two dies of two units."""
+        if all(len(dies) == 1 for dies in units.values()):
+            return self.links
+
+        def worst(one: tuple[int, ...], other: tuple[int, ...]) -> str | None:
+            return max((self.links.get(a, {}).get(b) for a in one for b in other), key=lambda link: LINK_RANKS.get(link, 9))
+
+        return {one: {other: worst(units[one], units[other]) for other in units if other != one} for one in units}
 
     # -- what follows from the devices
 
     def _core_shares(self) -> dict[int, list[int] | None]:
         """CPUs of each device under `numa_binding: cores`: its node's physical cores, dealt out evenly to its devices."""
         shares: dict[int, list[int] | None] = {}
-        for node in self.facts.get("numa_nodes") or []:
+        for node in self.nodes.values():
             here = [device.id for device in self.devices.values() if device.node == node["id"]]
             threads = [parse_cpu_list(core) for core in node.get("cores") or []]
             if not threads:                                     # the kernel names no cores: each CPU counts as one
                 threads = [[cpu] for cpu in parse_cpu_list(node["cpus"])]
+            free = self._usable(parse_cpu_list(node["cpus"]))
+            threads = [core for core in threads if set(core) <= free]
+            if here and len(threads) < len(here):
+                self._find("warning", f"NUMA node {node['id']} has {len(threads)} usable cores for {len(here)} devices: "
+                           "numa_binding: cores cannot give each its own; their instances share the node")
             spare = SYSTEM_CORES if len(threads) > len(here) else 0
             each = (len(threads) - spare) // len(here) if here else 0
             for position, device in enumerate(here):
@@ -434,11 +511,11 @@ class _Plan:
         before = self.existing.get(name, {}) if name in self.kept else {}
         if any(member.node is None for member in members):
             return list(before.get("numa_nodes") or []), before.get("cpus")
-        nodes = sorted({member.node for member in members if member.node is not None})
-        lists = {node["cpus"] for node in self.facts.get("numa_nodes") or [] if node["id"] in nodes and node["cpus"]}
+        homes = sorted({member.node for member in members if member.node is not None})
+        lists = {self.nodes[node]["cpus"] for node in self._nearest(homes, "cpus") if self.nodes[node]["cpus"]}
         lists = lists or {member.cpus for member in members if member.cpus}
-        whole = next(iter(lists)) if len(lists) == 1 else format_cpu_list(
-            cpu for cpus in lists for cpu in parse_cpu_list(cpus))
+        nodes = self._nearest(homes, "memory_mb")
+        whole = format_cpu_list(self._usable(cpu for cpus in lists for cpu in parse_cpu_list(cpus)))
         if binding == "node":
             return nodes, whole or None
         if any(device.fault and device.fault[0] in ("absent", "driver") for device in self.devices.values()) and before.get("cpus"):
@@ -448,6 +525,26 @@ class _Plan:
         if None in own:
             return nodes, whole or None
         return nodes, format_cpu_list(cpu for share in own for cpu in share or [])
+
+    def _usable(self, cpus: Iterable[int]) -> set[int]:
+        """Those CPUs that a service may live on and that the scheduler serves (not isolated)."""
+        usable = set(cpus)
+        if self.cpu.get("allowed"):
+            usable &= set(parse_cpu_list(self.cpu["allowed"]))
+        return usable - set(parse_cpu_list(self.cpu.get("isolated") or ""))
+
+    def _nearest(self, homes: Sequence[int], what: str) -> list[int]:
+        """The nodes that have `what` ("cpus" or "memory_mb"): each home itself, or the nearest that has it by the firmware's distances.
+
+        Unknown memory is taken for memory: kernels that say nothing of it are common, nodes without any are rare.
+        """
+        having = [number for number, node in self.nodes.items() if node.get(what) not in ("", 0)]
+        found = set()
+        for home in homes:
+            distances = (self.nodes.get(home) or {}).get("distances") or {}
+            found.add(home if home in having or home not in self.nodes or not having else
+                      min(having, key=lambda number: (distances.get(str(number), 255), number)))
+        return sorted(found)
 
     def _link(self, devices: tuple[int, ...]) -> str | None:
         """The worst link inside an instance; None for one device, or when no link is known."""
@@ -485,10 +582,32 @@ class _Plan:
             "blocked_by": min((kind for kind, _reason in faults), key=FAULTS.index) if faults else None,
         }
         instance["env"] = {**_environment(deployment, instance), **deployment["env"]}
-        instance["arguments"] = render_arguments(deployment, instance)
+        instance["arguments"] = render_arguments(self._with_cpu_binding(deployment, instance), instance)
         if faults:
             self._find("warning", f"instance {name} is blocked: {instance['reason']}")
         return instance
+
+    def _with_cpu_binding(self, deployment: dict, instance: dict) -> dict:
+        """The deployment with vllm-ascend's own CPU binding switched off where it would work against ours.
+
+        vllm-ascend binds by itself since 0.18.0, on ARM only (user guide, feature guide "CPU binding"; cpu_binding.py). On Atlas A3 it
+        deals out the cpuset by the global NPU id over all NPUs, which is wrong within the cpuset of one instance; and cores of an
+        instance's own are not to be dealt out again. On other chips it refines the cpuset of a node, and stays on.
+        """
+        ours = instance["cpus"] is not None and (self.dies > 1 or deployment["numa_binding"] == "cores")
+        version = re.match(r"v?(\d+)\.(\d+)", deployment.get("vllm_version") or "")
+        knows = version is None or (int(version[1]), int(version[2])) >= (0, 18)
+        if not ours or not knows or self.cpu.get("architecture") != "aarch64" or self.facts.get("vendor") == "nvidia":
+            return deployment
+        key = next((key for key in deployment["args"] if key.replace("-", "_") == "additional_config"), "additional_config")
+        additional = deployment["args"].get(key) or {}
+        if not isinstance(additional, dict):
+            return deployment
+        if additional.get("enable_cpu_binding"):
+            self._find("warning", f"{instance['name']}: additional_config.enable_cpu_binding and numa_binding: "
+                       f"{deployment['numa_binding']} both bind its CPUs; set numa_binding: none, or take the key out", deployment)
+        additional = {"enable_cpu_binding": False, **additional}
+        return {**deployment, "args": {**deployment["args"], key: additional}}
 
     # -- what the operator should know
 
@@ -514,13 +633,23 @@ class _Plan:
             known = {self.devices[device].node for device in devices} - {None}
             link = f" ({instance['link']})" if instance["link"] else ""
             home = f"NUMA node {_joined(sorted(known))}" if known else "NUMA node unknown"
-            unbound = " (numa_binding: none)" if deployment["numa_binding"] == "none" else ""
+            unbound = (" (numa_binding: none)" if deployment["numa_binding"] == "none" else
+                       " (no CPU there may be used)" if known else " (where its devices are is not known)")
+            if instance["numa_nodes"] and known and set(instance["numa_nodes"]) != known:
+                home += f", which has no memory: that of node {_joined(instance['numa_nodes'])}"
             cores = f"CPUs {instance['cpus']}" if instance["cpus"] else f"not bound{unbound}"
             why = ("kept" if instance["name"] in self.kept else
                    "assumed" if self.assumed else "placed anew" if instance["name"] in self.existing else "new")
             blocked = f", blocked: {instance['reason']}" if instance["reason"] else ""
             self.explain.append(f"{self.where}{instance['name']}: {_devices(devices)}{link}, {home}, {cores}, "
                                 f"port {instance['port']}: {why}{blocked}")
+        isolated = self.cpu.get("isolated")
+        allowed = self.cpu.get("allowed")
+        everything = {cpu for node in self.nodes.values() for cpu in parse_cpu_list(node["cpus"])}
+        if isolated:
+            self.explain.append(f"{self.where}CPUs {isolated} are isolated by the kernel and left alone")
+        if allowed and not everything <= set(parse_cpu_list(allowed)):
+            self.explain.append(f"{self.where}services are confined to CPUs {allowed}, and instances with them")
         idle = sorted(set(self.devices) - set(self.taken))
         if idle:
             self.explain.append(f"{self.where}{_devices(idle)}: without an instance")

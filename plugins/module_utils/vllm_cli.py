@@ -1,8 +1,9 @@
 """The command line of ``vllm serve``: rendered from a deployment's `args`, and checked before anything is loaded.
 
 What an engine accepts is data: presets/vllm/<version>.json lists every option as vLLM's own parser knows it
-(`{"vllm", "options": {"--max-model-len": {"aliases", "takes_value", "nargs", "choices", "default"}}, "tool_parsers",
-"reasoning_parsers"}`). A mistake found here costs a second, one found by the engine a ten-minute load.
+(`{"vllm", "options": {"--max-model-len": {"aliases", "takes_value", "nargs", "type", "choices", "metavar", "default"}},
+"tool_parsers", "reasoning_parsers"}`, written by presets/vllm/make_catalogue.py; `type` is int, size, float, json or text, null for a
+switch, and nargs is argparse's). A mistake found here costs a second, one found by the engine a ten-minute load.
 
 Controller only: machines never need the catalogues.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, Iterable, NamedTuple
@@ -31,9 +33,24 @@ RESERVED: dict[str, str] = {
     "tensor_parallel_size": "tensor_parallel_size of the deployment",
     "pipeline_parallel_size": "pipeline_parallel_size of the deployment",
     "data_parallel_size": "data_parallel_size of the deployment",
+    "device_ids": "devices of the deployment",
+    "numa_bind": "numa_binding of the deployment",
+    "numa_bind_nodes": "numa_binding of the deployment",
+    "numa_bind_cpus": "numa_binding of the deployment",
     "ssl_keyfile": "the load balancer: backends speak plain HTTP",
     "ssl_certfile": "the load balancer: backends speak plain HTTP",
 }
+
+# What numbers may be, where vLLM's configuration says it (vllm/config/cache.py, model.py, scheduler.py): least, most.
+RANGES: dict[str, tuple[float, float]] = {
+    "block_size": (1, math.inf),
+    "gpu_memory_utilization": (0.01, 1),
+    "max_model_len": (-1, math.inf),
+    "max_num_batched_tokens": (1, math.inf),
+    "max_num_seqs": (1, math.inf),
+}
+# vllm/utils/argparse_utils.py and arg_utils.py, human_readable_int: k is 1000, K is 1024.
+_SIZE = re.compile(r"\d+(?:\.\d+)?[kKmMgGtT]?|-?\d+")
 
 
 class Choice(NamedTuple):
@@ -98,7 +115,7 @@ def _plain(key: str) -> str:
 
 def _json(value: Any) -> str:
     """Compact and in one order, so that the same setting is always the same argument."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
 
 
 def _word(value: Any) -> str:
@@ -127,7 +144,7 @@ def render_options(deployment: dict, directory: Path = CATALOGUES) -> list[str]:
     for key, value in sorted(deployment["args"].items()):
         name = _option(key)
         known = options.get(name)
-        if value is True and not (known and known["takes_value"]):
+        if value is True and not (known and known["takes_value"] and known["nargs"] != "?"):
             argv.append(name)
         elif value is False and not (known and known["takes_value"]):
             if known is None or "--no-" + name[2:] in known["aliases"]:
@@ -149,13 +166,15 @@ def check_arguments(deployment: dict, where: str = "", directory: Path = CATALOG
     """
     prefix = f"{where + ': ' if where else ''}deployment {deployment['name']}: "
     args = deployment["args"]
+    choice = choose_catalogue(deployment["vllm_version"], directory)
+    reserved = {key: name for key in sorted(args) for name in [_reserved(key, choice.catalogue["options"])] if name}
     findings = [
-        {"level": "error", "message": f"{prefix}args.{key} is set by the project; use {RESERVED[_plain(key)]} instead"}
-        for key in sorted(args) if _plain(key) in RESERVED
+        {"level": "error", "message": f"{prefix}args.{key} is set by the project; use {RESERVED[name]} instead"}
+        for key, name in reserved.items()
     ]
     if deployment["args_check"] == "off":
         return findings
-    choice = choose_catalogue(deployment["vllm_version"], directory)
+    args = {key: value for key, value in args.items() if key not in reserved}
     version = choice.catalogue["vllm"]
     if not choice.exact:
         said = deployment["vllm_version"]
@@ -165,15 +184,27 @@ def check_arguments(deployment: dict, where: str = "", directory: Path = CATALOG
             f"vllm_version is not set, arguments were checked against vLLM {version}; set it to the version of the image")})
     level = "error" if choice.exact and deployment["args_check"] == "error" else "warning"
     for message in _mistakes(args, choice.catalogue):
-        findings.append({"level": level, "message": prefix + message})
+        findings.append({"level": level, "message": prefix + message.replace("\n", "\\n")})
     return findings
+
+
+def _reserved(key: str, options: dict[str, dict]) -> str | None:
+    """The reserved option that a key means: by its name, by a short name of it, or cut short (argparse completes what is unambiguous)."""
+    plain = _plain(key)
+    if plain in RESERVED:
+        return plain
+    if _option(plain) in options:
+        return None
+    for name in RESERVED:
+        if "-" + plain in options.get(_option(name), {}).get("aliases", ()):
+            return name
+    completed = [_plain(name) for name in options if name.startswith(_option(plain))]
+    return completed[0] if len(completed) == 1 and completed[0] in RESERVED else None
 
 
 def _mistakes(args: dict[str, Any], catalogue: dict) -> Iterable[str]:
     options, version = catalogue["options"], catalogue["vllm"]
     for key, value in sorted(args.items()):
-        if _plain(key) in RESERVED:
-            continue
         known = options.get(_option(key))
         if known is None or "-" in key:
             yield _unknown_option(key, options, version)
@@ -201,24 +232,84 @@ def _unknown_option(key: str, options: dict[str, dict], version: str) -> str:
         return f"args.{key}: write {plain}, with underscores"
     if plain.startswith("no_") and _option(plain[3:]) in options:
         return f"args.{key}: write {plain[3:]}: false"
+    short = [name for name, option in options.items() if "-" + plain in option["aliases"]]
+    if short:
+        return f"args.{key}: write {_plain(short[0])}, the whole name"
     like = nearest(plain, [name[2:].replace("-", "_") for name in options])
     hint = f"did you mean {either(like)}?" if like else f"see presets/vllm/{version}.json"
     return f"args.{key}: vLLM {version} has no option {_option(plain)}; {hint}"
 
 
 def _wrong_value(key: str, value: Any, known: dict) -> Iterable[str]:
-    if value is True or value is False:
+    several = known["nargs"] in ("+", "*")
+    if value is True and known["nargs"] == "?":
+        return
+    if isinstance(value, bool):
         yield f"args.{key} takes a value, {str(value).lower()} is none; write the value, or null to leave it out"
         return
-    several = known["nargs"] in ("+", "*")
-    if known["choices"]:
-        for item in value if isinstance(value, list) and several else [value]:
-            if str(item) not in known["choices"]:
-                like = nearest(str(item), known["choices"])
-                hint = f"did you mean {either(like)}?" if like else f"use {either(known['choices'])}"
-                yield f"args.{key}: {item!r} is not one of its values; {hint}"
-    if isinstance(value, str) and value.lstrip()[:1] == "{":
+    if known["nargs"] == "+" and value == []:
+        yield f"args.{key} takes at least one value, the list is empty; write one, or null to leave it out"
+        return
+    items = value if isinstance(value, list) and several else [value]
+    wanted = [_wrong_type(item, known) for item in items]
+    for item, want in zip(items, wanted):
+        if want:
+            yield f"args.{key}: {item!r} is not {want}"
+        elif known["choices"] and str(item) not in known["choices"]:
+            like = nearest(str(item), known["choices"])
+            hint = f"did you mean {either(like)}?" if like else f"use {either(known['choices'])}"
+            yield f"args.{key}: {item!r} is not one of its values; {hint}"
+        elif key in RANGES:
+            yield from _out_of_range(key, item)
+    if not any(wanted) and isinstance(value, str) and value.lstrip()[:1] == "{":
         try:
             json.loads(value)
         except ValueError as error:
             yield f"args.{key}: {value!r} is not valid JSON ({error}); write it as a YAML dictionary"
+
+
+def _wrong_type(value: Any, known: dict) -> str | None:
+    """What a value should be; None for one that is it. Texts are taken as the command line takes them, ``None`` as vLLM's null."""
+    kind = known["type"]
+    if value == "None":
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, dict, list)):
+        return "a text, a number, a list or a dictionary; quote it"
+    if kind == "json":
+        # A text that looks like an object is checked for its form below.
+        wrong = isinstance(value, str) and not _is_json(value) and value.lstrip()[:1] != "{"
+        return "a YAML dictionary or JSON" if wrong else None
+    if isinstance(value, list) and not isinstance(known["default"], list):
+        return "a single value"
+    if kind == "int":
+        good = isinstance(value, int) or (isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()))
+        return None if good else "a whole number"
+    if kind == "size":
+        good = isinstance(value, int) or (isinstance(value, str) and (_SIZE.fullmatch(value) or value == "auto"))
+        return None if good else "a whole number, as 32768, 32k (32000) or 32K (32768)"
+    if kind == "float":
+        return None if _number(value) is not None else "a number"
+    return None
+
+
+def _out_of_range(key: str, value: Any) -> Iterable[str]:
+    least, most = RANGES[key]
+    number = _number(value)
+    if number is not None and not least <= number <= most:
+        yield f"args.{key}: {value!r} is not {f'between {least} and {most}' if most < math.inf else f'at least {least}'}"
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -83,6 +83,11 @@ options:
         description: The unit that may hold it.
         type: str
         required: true
+  models:
+    description: Directories of models. Those that are there are read without their weights, to see whether they fit.
+    type: list
+    elements: path
+    default: []
   instances:
     description: Instances as they were placed. Their names, ports and device nodes are looked at.
     type: list
@@ -119,6 +124,12 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
+models:
+  description: >-
+    The models that are there, by directory, with C(config) (their config.json), C(tensors) (names, types and shapes, alike ones in one row),
+    C(total_bytes) and C(missing).
+  returned: always
+  type: dict
 findings:
   description: What stands in the way.
   returned: always
@@ -139,7 +150,7 @@ import sys
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.llmops.ascend.plugins.module_utils import preflight
+from ansible_collections.llmops.ascend.plugins.module_utils import model_files, preflight
 from ansible_collections.llmops.ascend.plugins.module_utils.ownership import LABEL_MANAGED_BY, MANAGER, Paths, is_marked
 from ansible_collections.llmops.ascend.plugins.module_utils.processes import open_files
 
@@ -294,6 +305,7 @@ def main() -> None:
             "disk": {"type": "list", "elements": "dict", "options": DISK, "default": []},
             "names": {"type": "list", "elements": "str", "default": []},
             "ports": {"type": "list", "elements": "dict", "options": PORT, "default": []},
+            "models": {"type": "list", "elements": "path", "default": []},
             "instances": {"type": "list", "elements": "dict", "default": []},
         },
         supports_check_mode=True,
@@ -303,7 +315,8 @@ def main() -> None:
             ipaddress.ip_address(want["address"])
         except ValueError:
             module.fail_json(msg=f"{want['variable']} {want['address']!r} is no IP address; set it to one of the machine's")
-    module.exit_json(changed=False, findings=find(module))
+    models = {path: model_files.read_model(path) for path in module.params["models"] if Path(path).is_dir()}
+    module.exit_json(changed=False, findings=find(module), models=models)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_the_950_counts_npu_ids_as_logic_ids():
     ({"topo": Output(0, "NPU0 X\nNPU0 X\n")}, "npu-smi info -t topo, line 2: row NPU0 comes twice"),
     ({"topo": Output(0, "This command cannot be executed on a VM.\n")}, "npu-smi info -t topo: not available on a virtual machine"),
     ({"board": Output(1, "npu get board type failed. ret is -8012")}, "npu-smi info -t board: the device is not ready"),
-    ({"board": Output(0, A2["board"].text.replace(": OK", ": NOT SUPPORT"))}, "firmware 7.1.0.7.220 does not fit it"),
+    ({"board": Output(0, A2["board"].text.replace(": OK", ": NOK"))}, "firmware 7.1.0.7.220 does not fit it"),
     ({"info": Output(0, A2["info"].text.replace("| 7       0                 | 99976", "| 9       0                 | 99976"))},
      "names pid 99976 on NPU 9, which is not in its table"),
 ])

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from ansible_collections.llmops.ascend.plugins.module_utils import npu_smi
 from ansible_collections.llmops.ascend.plugins.module_utils.npu_smi import NpuSmiError
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 FIXTURES = Path(__file__).parent / "fixtures/npu_smi"
 PARSERS = {
@@ -19,6 +17,9 @@ PARSERS = {
     "topo": npu_smi.parse_topo,
     "board": npu_smi.parse_board,
     "readings": npu_smi.parse_readings,
+    "chip": npu_smi.parse_chip,
+    "processes": npu_smi.parse_processes,
+    "version": npu_smi.parse_version,
 }
 
 
@@ -46,6 +47,10 @@ def test_windows_line_ends_and_trailing_blanks_change_nothing(case):
 
 # -------------------------------------------------------------------------------------------------------------- refused
 
+A3_BUSY = (fixture("info/a3-24.1.rc3.3").partition("| NPU     Chip ")[0]
+           + "| NPU ID | Process id | Process name | Process memory(MB) |\n| 0 | 4711 | python | 5 |\n")
+HOLDERS = fixture("info/910b4-24.1.rc3-holders-without-name")
+NICS = fixture("topo/910b-network-cards-from-source")
 INFO, TOPO, MAP = fixture("info/910b3-24.1.rc1"), fixture("topo/910b3-kunpeng-pairs"), fixture("map/a3-with-controller")
 
 
@@ -54,14 +59,34 @@ INFO, TOPO, MAP = fixture("info/910b3-24.1.rc1"), fixture("topo/910b3-kunpeng-pa
     ("Segmentation fault", "no device"),
     (INFO.replace("| 0                         | 0000:C2:00.0", "| x                         | 0000:C2:00.0"), "line 11: 'x'"),
     (INFO.replace("| 1     910B3 ", "| 0     910B3 "), "two devices with npu_id/chip_id 0/0"),
-    (INFO.replace("92.0        39 ", "92.0        hot"), "line 10: could not convert"),
-    (INFO.replace("| 1     910B3               | OK ", "| 1     910B3               |    "), "line 10: '' is not a health"),
+    (INFO.replace("92.0        39 ", "92.0        hot"), "line 10: '92.0        hot"),
+    (INFO.replace("| 1     910B3               | OK ", "| 1     910B3               |    "), "line 10: '' where the header says 'Health'"),
     (INFO.replace("3314 / 65536         |", "3314 / 65536", 1), "line 11: row without its right border"),
     (INFO[:INFO.index("| 0                         | 0000:42")], "line 28: device with a first row only"),
-    (INFO.replace("0    / 0          3314 / 65536", "3314 / 65536             ", 1), "line 11: expected utilisation and memory"),
+    (INFO.replace("0    / 0          3314 / 65536", "3314 / 65536             ", 1),
+     "line 11: '0           3314 / 65536' where the header says 'AICore(%) Memory-Usage(MB) HBM-Usage(MB)'"),
     (fixture("info/a3-24.1.rc3.3").replace("| 1     3      ", "| 1     2      "), "two devices with phy_id 2"),
     (fixture("info/a3-24.1.rc3.3").replace("| 1     3      ", "| 1            "), "line 17: '1' where the header says 'Chip Phy-ID'"),
     (fixture("info/910b4-24.1.rc3-holders-without-name").replace("| 582939  ", "| many    "), "line 34: expected a process"),
+    (HOLDERS.replace("| No running processes found in NPU 2 ", "| No running processes found in NPU 0 "),
+     "NPU 0 is idle 1 times, with 1 of its 1 chips in use"),
+    (HOLDERS.replace("| No running processes found in NPU 2 ", "| No running processes found in NPU 3 "), "NPU 3 is idle 2 times"),
+    (A3_BUSY, "pid 4711 on NPU 0, which has more than one chip, without a chip"),
+    (HOLDERS.replace("| Process id ", "| Processes  "), "line 32: expected the first row of a device"),
+    (HOLDERS.replace("| NPU     Chip ", "|         Chip "), "line 32: header without npu_id"),
+    (HOLDERS.replace("| 0       0                 | 582939 ", "  0       0                 | 582939 "), "line 34: row without its left border"),
+    (HOLDERS.replace("| 0       0                 | 582939 ", "+ 0       0                 | 582939 "), "line 34: row without its left border"),
+    (HOLDERS + HOLDERS, "a second table"),
+    (HOLDERS + HOLDERS[HOLDERS.index("| NPU     Chip "):], "a second header of processes"),
+    ("| 0 910B3 | OK | 1 2 0/0 |\n| No running processes found in NPU 0 |\n", "line 1: device with a first row only"),
+    ("| 0 910B3 | OK | 1 2 0/0 |\n| 0 | | 0000:C1:00.0 | 0 0/0 1/2 |\n", "line 2: expected the second row of a device"),
+    (INFO.replace("| Chip ", "| Chip Chip "), "line 5: a column comes twice"),
+    (INFO.replace("| NPU   Name ", "|       Name "), "line 4: header without npu_id"),
+    ("\n".join(INFO.splitlines()[3:] + INFO.splitlines()[3:5]), "a header in the wrong place"),
+    ("\n".join(line for line in INFO.splitlines() if not line.startswith("| 0     910B3")), "line 7: '0' where the header says 'NPU Name'"),
+    ("\n".join(line for line in INFO.splitlines() if "0000:C1" not in line), "line 7: device with a first row only"),
+    (INFO.replace("3318 / 65536", "²318 / 65536"), "line 8: '0           0    / 0          ²318 / 65536'"),
+    (INFO.replace("3318 / 65536", "3" * 5000 + " / 1"), "line 8: "),
 ])
 def test_info_that_cannot_be_believed(text, reason):
     with pytest.raises(NpuSmiError, match="npu-smi info") as error:
@@ -86,6 +111,14 @@ def test_info_that_cannot_be_believed(text, reason):
     ("NPU0 X HCCS\nPhy-ID1 HCCS X\n", "rows of NPU and Phy-ID"),
     ("NIC0 X\n", "rows of network cards only"),
     ("NPU0 X HCCS\nNPU1 HCCS X SYS\n", "rows of different lengths"),
+    ("NPU0 X\nNPU1 X\n", "rows of different lengths"),
+    ("Phy-ID0 Phy-ID1\nPhy-ID0 X SIO\nPhy-ID1 SIO\n", "line 3: 1 links under 2 columns"),
+    (TOPO.replace("144-167", "144-167x", 1), "line 2: '144-167x' is no list of CPUs"),
+    (TOPO.replace("144-167", "0-99999999999", 1), "line 2: '0-99999999999' is no list of CPUs"),
+    (TOPO.replace("144-167", "144-167 NUMA", 1), "line 2: 10 values under 9 columns"),
+    ("NPU0 X SYS 0-3 4-7\nNPU1 SYS X\n", "line 1: '4-7' after the CPUs"),
+    ("\n".join(line for line in NICS.splitlines() if not line.startswith("NIC3 ")), "NIC3 is a column without a row"),
+    (NICS.replace("NIC0       PIX        SYS ", "NIC0       PXB        SYS "), "line 2: NPU0 to NIC0 is PIX, but PXB the other way"),
 ])
 def test_topo_that_cannot_be_believed(text, reason):
     with pytest.raises(NpuSmiError, match="npu-smi info -t topo") as error:
@@ -102,6 +135,11 @@ def test_topo_that_cannot_be_believed(text, reason):
     (MAP.replace("2                              2                              Ascend", "-                  2                 Ascend"),
      "line 5: an id that is not a number"),
     (MAP.replace("Chip Phy-ID  ", "Chip Logic ID"), "line 1: a column comes twice"),
+    (MAP + MAP, "line 6: a second header"),
+    (MAP.replace("-                              -                              Mcu",
+     "3                              3                              Mcu"),
+     "line 4: a controller with the id of an NPU"),
+    (MAP.replace("Mcu", "Dsp"), "line 4: an id that is not a number"),
 ])
 def test_map_that_cannot_be_believed(text, reason):
     with pytest.raises(NpuSmiError, match="npu-smi info -m") as error:
@@ -109,17 +147,76 @@ def test_map_that_cannot_be_believed(text, reason):
     assert reason in str(error.value)
 
 
-def test_other_queries_that_cannot_be_believed():
-    with pytest.raises(NpuSmiError, match="counts 2 cards and lists 1"):
-        npu_smi.parse_list(fixture("list/950").replace(": 1", ": 2"))
-    with pytest.raises(NpuSmiError, match="no NPU ID or Software Version"):
-        npu_smi.parse_board("NPU ID : 0\n")
-    with pytest.raises(NpuSmiError, match="line 1: expected `Name : value`"):
-        npu_smi.parse_readings("This device does not support querying health.")
-    with pytest.raises(NpuSmiError, match="comes twice for chip 0"):
-        npu_smi.parse_readings("NPU ID : 0\nHealth : OK\nHealth : Alarm\n")
-    with pytest.raises(NpuSmiError, match="without a Chip ID"):
-        npu_smi.parse_readings("NPU ID : 0\nHealth : OK\nChip ID : 0\nHealth : OK\n")
+COMMON, TEMP = fixture("readings/310p-common-two-chips-with-controller"), fixture("readings/910b-temp-with-controller")
+PROCESSES, BOARD, CARDS = fixture("processes/310p-two-chips"), fixture("board/910-23.0.5"), fixture("list/a3-server")
+
+
+@pytest.mark.parametrize(("parse", "text", "reason"), [
+    (npu_smi.parse_list, fixture("list/950").replace(": 1", ": 2"), "counts 2 cards and lists 1"),
+    (npu_smi.parse_list, "There is no NPU card on this server.\n", "line 1: expected `Name : value`"),
+    (npu_smi.parse_list, CARDS.replace("NPU ID                         : 1", "NPU ID : 0"), "line 6: NPU ID 0 comes twice"),
+    (npu_smi.parse_list, CARDS.replace("\tChip Count                     : 2\n", "\tChip Count                     : 2\n" * 2, 1),
+     "line 5: Chip Count comes twice for NPU 0"),
+    (npu_smi.parse_list, CARDS.replace("Count                     : 2", "Count                     : two"), "line 4: Chip Count is 'two'"),
+    (npu_smi.parse_list, CARDS + CARDS, "a second count of cards"),
+    (npu_smi.parse_board, "NPU ID : 0\n", "no NPU ID or Software Version"),
+    (npu_smi.parse_board, BOARD + BOARD, "line 16: a value comes twice: 'NPU ID'"),
+    (npu_smi.parse_board, BOARD.replace("Chip Count                     : 1", "Chip Count : I"), "Chip Count is 'I', not a number"),
+    (npu_smi.parse_chip, BOARD, "no NPU ID, Chip ID or Chip Name"),
+    (npu_smi.parse_readings, "This device does not support querying health.", "line 1: expected `Name : value`"),
+    (npu_smi.parse_readings, "npu-smi: error while loading shared libraries: libdrvdsmi_host.so", "does not begin with NPU ID"),
+    (npu_smi.parse_readings, "NPU ID : 0\nHealth : OK\nHealth : Alarm\n", "line 3: a value comes twice for chip 0: 'Health'"),
+    (npu_smi.parse_readings, "NPU ID : 0\nHealth : OK\nChip ID : 0\nHealth : OK\n", "line 4: values without a Chip ID: 'Health'"),
+    (npu_smi.parse_readings, "NPU ID : 0\n", "no value of a chip"),
+    (npu_smi.parse_readings, COMMON.replace("Chip Name                      : mcu\n", ""),
+     "line 14: values apart from their Chip ID: 'Temperature(C)'"),
+    (npu_smi.parse_readings, COMMON.replace("Chip ID                        : 1\n", "Chip ID                        : 0\n"), "a Chip ID comes twice"),
+    (npu_smi.parse_readings, COMMON.replace("Chip Count                     : 2", "Chip Count                     : 3"),
+     "line 2: it counts 3 chips and shows 2"),
+    (npu_smi.parse_readings, TEMP.replace("        NPU Temperature (C)            : 39\n", ""), "a Chip ID without a value"),
+    (npu_smi.parse_readings, TEMP.replace("        Chip ID                        : 0\n", ""), "of a controller and of a chip are not apart"),
+    (npu_smi.parse_readings, COMMON + COMMON, "line 17: NPU ID in the wrong place"),
+    (npu_smi.parse_processes, PROCESSES.replace("id:577293", "id:many"), "line 5: expected a process (id, name, memory)"),
+    (npu_smi.parse_processes, PROCESSES.replace("Process id:1654605", "No process in device.\nProcess id:1654605"), "processes where there are none"),
+    (npu_smi.parse_processes, PROCESSES.replace("Chip ID                        : 1", ""), "values without a Chip ID"),
+    (npu_smi.parse_processes, PROCESSES.replace("Chip ID                        : 1", "Segmentation fault"), "line 9: expected a process"),
+    (npu_smi.parse_processes, "NPU ID : 0\n", "neither a process nor that there is none"),
+    (npu_smi.parse_version, "npu-smi version: \n", "line 1: no version"),
+    (npu_smi.parse_version, "Command or option is not found.\n", "expected one line `npu-smi version: ...`, not 0"),
+])
+def test_other_queries_that_cannot_be_believed(parse, text, reason):
+    with pytest.raises(NpuSmiError, match="npu-smi") as error:
+        parse(text)
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(("said", "compatible"), [
+    ("OK", True), ("NOK", False), ("[7.0.0,7.1.0]", False), ("UNKNOWN", None), ("NA", None),
+    ("NOT SUPPORT", None),                          # printed to everybody but root
+])
+def test_what_the_driver_says_of_its_firmware(said, compatible):
+    assert npu_smi.parse_board(BOARD.replace("Compatibility                  : OK", f"Compatibility : {said}"))["compatible"] is compatible
+
+
+def test_topo_with_network_cards_as_columns_only():
+    text = "\n".join(line for line in NICS.splitlines() if not line.startswith("NIC"))
+    assert npu_smi.parse_topo(text) == npu_smi.parse_topo(NICS)
+
+
+def test_topo_rows_without_a_header_give_their_cpus():
+    assert npu_smi.parse_topo("NPU0 X HCCS HCCS 0-3\n") == {"kind": "NPU", "links": {}, "cpus": {0: "0-3"}}
+    assert npu_smi.parse_topo("NPU Chip Affinity\nNPU0 X SYS 0-3\nNPU1 SYS X 4-7\n")["links"] == {0: {1: "SYS"}, 1: {0: "SYS"}}
+
+
+def test_fields_are_given_as_printed():
+    assert npu_smi.parse_fields("\tProduct Type                   : Atlas 300I Duo\r\n\n\tSlot ID : \n") == [
+        ("Product Type", "Atlas 300I Duo"), ("Slot ID", "")]
+
+
+def test_a_long_output_is_quoted_in_part():
+    with pytest.raises(NpuSmiError) as error:
+        npu_smi.parse_info("driver chatter " * 1000)
+    assert len(str(error.value)) < 200
 
 
 # ------------------------------------------------------------------------------------------------------------- failures
@@ -140,6 +237,28 @@ def test_other_queries_that_cannot_be_believed():
     (191, "", -8001, "invalid parameter"),
     (127, "npu-smi: error while loading shared libraries: libdrvdsmi_host.so: cannot open", None, "library of the driver"),
     (1, "something new", None, "exit code 1"),
+    (211, "npu get board type failed. ret is -9005\n", -9005, "do not answer"),
+    (211, "", -9005, "do not answer"),
+    (217, "", -9255, "not supported on this device"),
+    (-8005, "", -8005, "do not answer"),
+    (198, "There has no options.", -9018, "no such process"),
+    (199, "Command or option is not found.", -9017, "invalid parameter"),
+    (172, "DrvMngGetConsoleLogLevel failed. (ret=4)\ndcmi model initialized failed, because the device is used. ret is -8020\n"
+          "npu get board type failed. ret is -9005\n", -8020, "used by another container"),
+    (0, "\x1b[31mdcmi module initialize failed. ret is -8005\x1b[0m\r\n", -8005, "do not answer"),
+    (0, "This command cannot be executed on a VM or container.\n", None, "virtual machine or in a container"),
+    (0, "This command cannot be executed on a container.\n", None, "not available in a container"),
+    (0, "There is no NPU chip on this card.\n", None, "shows no NPU"),
+    (0, "This device dose not support querying hccs topo.\n", None, "not supported on this device"),
+    (0, 'Failed to query "health" result.\n', None, "driver does not answer"),
+    (0, "[WARNING]The driver package may not be completely installed, which may cause function abnormal.\n" + INFO, None, "not completely installed"),
+    (187, "Failed to execute npu-smi info. ret is -8005.\n", -8005, "do not answer"),
+    (124, "", None, "did not end in time"),
+    (126, "bash: /usr/local/bin/npu-smi: 权限不够", None, "may not be executed"),
+    (127, "bash: npu-smi: 未找到命令", None, "is not there"),
+    (139, "Segmentation fault", None, "ended by signal 11"),
+    (-9, "", None, "ended by signal 9"),
+    (255, "", None, "exit code 255"),
 ])
 def test_failures_are_explained(exit_code, output, code, meaning):
     failure = npu_smi.explain_failure(exit_code, output)
@@ -148,179 +267,16 @@ def test_failures_are_explained(exit_code, output, code, meaning):
     assert failure.remedy
 
 
+def test_no_two_codes_look_alike_to_a_shell():
+    codes = [-8000 - number for number in range(1, 24)] + [-9000 - number for number in range(1, 23)] + [-8255, -9255, -9256]
+    assert len({code & 255 for code in codes}) == len(codes)
+    for code in codes:
+        failure = npu_smi.explain_failure(code & 255, "")
+        assert failure == npu_smi.explain_failure(code, "")
+        assert failure.code == code and "exit code" not in failure.meaning
+
+
 def test_success_is_no_failure():
     assert npu_smi.explain_failure(0, INFO) is None
 
 
-# ----------------------------------------------------------------------------------------- every dialect, there and back
-
-LINKS = [link for link in npu_smi.LINKS if link != "X"]
-CPU_LISTS = st.sampled_from(["0", "0-23", "0-31,64-95", "144-167", "0-95,192-287", "1,3,5"])
-
-
-@st.composite
-def topologies(draw):
-    """A square table: its labels, symmetric links, CPU lists or none."""
-    kind = draw(st.sampled_from(["NPU", "Phy-ID"]))
-    # The tool pads a phy id to five places, so that five digits would run into the next column.
-    ids = draw(st.lists(st.integers(0, 40000 if kind == "NPU" else 9999), min_size=1, max_size=9, unique=True))
-    labels = [(kind, number) for number in ids] + [("NIC", number) for number in range(draw(st.integers(0, 3)))]
-    links = {}
-    for index, one in enumerate(labels):
-        for other in labels[:index]:
-            links[one, other] = links[other, one] = draw(st.sampled_from(LINKS))
-    cpus = {number: draw(CPU_LISTS) for number in ids} if draw(st.booleans()) else dict.fromkeys(ids)
-    return kind, labels, links, cpus
-
-
-@given(topologies(), st.sampled_from(["source", "single", "centred"]), st.booleans(), st.booleans())
-def test_topo_round_trip(topology, layout, header, legend):
-    kind, labels, links, cpus = topology
-    affinity = any(cpus.values())
-
-    def cell(text):
-        return {"source": f"{text:<11}", "single": text + " ", "centred": f"{text:^13}"}[layout]
-
-    lines = ["\t   " + "".join(cell("{}{}".format(*label)) for label in labels) + ("CPU Affinity" if affinity else "")] if header else []
-    for one in labels:
-        row = "".join(cell("X" if other == one else links[one, other]) for other in labels)
-        lines.append(cell("{}{}".format(*one)) + row + ((cpus[one[1]] or "") if one[0] != "NIC" else ""))
-    if legend:
-        lines += ["", "NIC0: mlx5_0", "", "Legend:", "", "  X    = Self", "  HCCS_SW = Connection traversing HCCS through a switch."]
-    parsed = npu_smi.parse_topo("\n".join(lines) + "\n")
-    assert parsed == {
-        "kind": kind,
-        "cpus": cpus,
-        "links": {one[1]: {other[1]: links[one, other] for other in labels if other[0] != "NIC" and other != one}
-                  for one in labels if one[0] != "NIC"},
-    }
-
-
-def test_topo_rows_without_a_header_give_their_cpus():
-    assert npu_smi.parse_topo("NPU0 X HCCS HCCS 0-3\n") == {"kind": "NPU", "links": {}, "cpus": {0: "0-3"}}
-    assert npu_smi.parse_topo("NPU Chip Affinity\nNPU0 X SYS 0-3\nNPU1 SYS X 4-7\n")["links"] == {0: {1: "SYS"}, 1: {0: "SYS"}}
-
-
-NUMBER = st.integers(0, 99999)
-
-
-@st.composite
-def machines(draw, phy):
-    """Devices and processes as `info` shows them."""
-    cards = draw(st.lists(st.integers(0, 40000), min_size=1, max_size=5, unique=True))
-    chips = draw(st.integers(1, 2))
-    phy_ids = draw(st.lists(st.integers(0, 99), min_size=10, max_size=10, unique=True))
-    devices = []
-    for card in cards:
-        for chip in range(chips):
-            devices.append({
-                "npu_id": card, "chip_id": chip, "phy_id": phy_ids[len(devices)] if phy else None,
-                "name": draw(st.sampled_from(["910B4-1", "910A", "Ascend910", "310P3", "910 Pro B"])),
-                "health": draw(st.sampled_from(["OK", "Warning", "Alarm", "Critical", "UNKNOWN"])),
-                "bus_id": draw(st.sampled_from([None, "0000:C1:00.0", "0001:01:00.0"])),
-                "power_w": draw(st.sampled_from([None, 0.0, 92.5, 263.2])), "temperature_c": draw(st.integers(0, 110)),
-                "utilization_pct": draw(st.integers(0, 100)),
-                "memory_used_mb": draw(NUMBER), "memory_total_mb": draw(NUMBER),
-                "hbm_used_mb": draw(NUMBER), "hbm_total_mb": draw(NUMBER),
-            })
-    processes = [{
-        "npu_id": device["npu_id"], "chip_id": device["chip_id"], "pid": draw(st.integers(1, 4194304)),
-        "name": draw(st.sampled_from(["", "python3.1", "VLLMWorker_TP", "pt main thread"])), "memory_mb": draw(NUMBER),
-        "container_pid": draw(st.sampled_from([None, 7, 4711])),
-    } for device in devices if draw(st.booleans())]
-    return devices, processes
-
-
-def shown(value):
-    return "NA" if value is None else str(value)
-
-
-@pytest.mark.parametrize("family", ["910", "910-bytes", "A3", "26", "310", "950"])
-@settings(max_examples=40)
-@given(data=st.data())
-def test_info_round_trip(family, data):
-    devices, processes = data.draw(machines(phy=family in ("A3", "310")))
-    if family == "950":
-        devices = [device for device in devices if device["chip_id"] == 0]
-        processes = [{**process, "chip_id": None} for process in processes if process["chip_id"] == 0]
-    for device in devices:
-        if family == "310":
-            device["hbm_used_mb"] = device["hbm_total_mb"] = None
-    for process in processes:
-        if family != "26":
-            process["container_pid"] = None
-
-    second = {"A3": "Chip  Phy-ID", "310": "Chip    Device", "950": ""}.get(family, "Chip")
-    usage = "NPU Util(%)" if family == "950" else "AICore(%)"
-    head = "| NPU ID | Name |" if family == "950" else "| NPU   Name |"
-    blank = "| {} | |" if family == "950" else "| {} |"
-    lines = [
-        "+" + "-" * 96 + "+", "| npu-smi 25.5.2               Version: 25.5.2     |", "+---+",
-        f"{head} Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|",
-        f"{blank.format(second)} Bus-Id        | {usage}   Memory-Usage(MB) {'' if family == '310' else 'HBM-Usage(MB)'} |",
-    ]
-    for device in devices:
-        name = f"| {device['npu_id']} | {device['name']} |" if family == "950" else f"| {device['npu_id']:<6}{device['name']:<20}|"
-        ids = {"A3": f"{device['chip_id']:<6}{device['phy_id']}", "310": f"{device['chip_id']}   {device['phy_id']}", "950": ""}.get(
-            family, str(device["chip_id"]))
-        hbm = "" if family == "310" else f"{device['hbm_used_mb']:<5}/ {device['hbm_total_mb']}"
-        lines += [
-            f"{name} {device['health']:<14}| {shown(device['power_w']):<12}{device['temperature_c']:<18}0    / 0             |",
-            f"{blank.format(ids)} {shown(device['bus_id']):<14}| {device['utilization_pct']:<12}{device['memory_used_mb']:<5}/ "
-            f"{device['memory_total_mb']} {hbm} |",
-            "+===+",
-        ]
-    byte = family == "910-bytes"
-    lines.append("| " + ("NPU ID" if family == "950" else "NPU     Chip") + " | Process id    | Process name  | Process memory"
-                 + ("(B)" if byte else "(MB)") + (" | Process id in container |" if family == "26" else " |"))
-    for device in devices:
-        own = [process for process in processes if process["npu_id"] == device["npu_id"]
-               and process["chip_id"] in (None, device["chip_id"])]
-        for process in own:
-            ids = str(process["npu_id"]) if family == "950" else f"{process['npu_id']:<8}{process['chip_id']}"
-            memory = process["memory_mb"] * 1024 * 1024 if byte else process["memory_mb"]
-            lines.append(f"| {ids} | {process['pid']} | {process['name']} | {memory} |"
-                         + (f" {shown(process['container_pid'])} |" if family == "26" else ""))
-        if not own:
-            lines.append(f"| No running processes found in NPU {device['npu_id']}    |")
-    assert npu_smi.parse_info("\n".join(lines) + "\n") == {
-        "tool_version": "25.5.2", "driver_version": "25.5.2", "devices": devices, "processes": processes}
-
-
-@given(st.lists(st.tuples(st.integers(0, 40000), st.integers(0, 3)), min_size=1, max_size=8, unique=True),
-       st.sampled_from(["four", "five", "950"]), st.sampled_from(["Ascend 910B3", "910B4-1", "xxx"]), st.booleans())
-def test_map_round_trip(chips, layout, name, controller):
-    columns = {"four": ["NPU ID", "Chip ID", "Chip Logic ID", "Chip Name"],
-               "five": ["NPU ID", "Chip ID", "Chip Logic ID", "Chip Phy-ID", "Chip Name"],
-               "950": ["NPU ID", "Slot ID", "Chip ID", "Chip Phy-ID", "Chip Name"]}[layout]
-    if layout == "950":
-        chips = [(npu, 0) for npu in dict.fromkeys(npu for npu, _chip in chips)]
-    lines, wanted = ["\t" + "".join(f"{column:<31}" for column in columns)], []
-    for number, (npu, chip) in enumerate(chips):
-        logic = npu if layout == "950" else number
-        phy = None if layout == "four" else 2 * number + 1
-        values = {"NPU ID": npu, "Chip ID": chip, "Chip Logic ID": logic, "Chip Phy-ID": phy, "Slot ID": 3, "Chip Name": name}
-        lines.append("\t" + "".join(f"{values[column]!s:<31}" for column in columns))
-        wanted.append({"npu_id": npu, "chip_id": chip, "logic_id": logic, "phy_id": phy, "name": name})
-        if controller:
-            row = {**dict.fromkeys(columns, "-"), "NPU ID": npu, "Chip ID": chip + 4, "Chip Name": "Mcu"}
-            lines.append("\t" + "".join(f"{row[column]!s:<31}" for column in columns))
-    assert npu_smi.parse_map("\n".join(lines) + "\n") == wanted
-
-
-@given(st.sampled_from(sorted(PARSERS)), st.data())
-def test_damaged_outputs_are_read_or_refused(command, data):
-    """A line lost, doubled or cut off: never another exception, never a device invented."""
-    text = data.draw(st.sampled_from(sorted(FIXTURES.glob(f"{command}/*/input.txt")))).read_text()
-    lines = text.splitlines()
-    number = data.draw(st.integers(0, len(lines) - 1))
-    damage = data.draw(st.sampled_from(["lost", "doubled", "cut"]))
-    lines[number:number + 1] = {"lost": [], "doubled": [lines[number]] * 2,
-                                "cut": [lines[number][:data.draw(st.integers(0, 80))]]}[damage]
-    try:
-        parsed = PARSERS[command]("\n".join(lines))
-    except NpuSmiError:
-        return
-    if command == "info":
-        known = npu_smi.parse_info(text)["devices"]
-        assert all(device in known for device in parsed["devices"])

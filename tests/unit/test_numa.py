@@ -55,13 +55,15 @@ def test_nodes_from_sysfs(tmp_path):
         "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal:       16384000 kB\nNode 0 MemFree: 1 kB\n",
         "sys/devices/system/node/node10/cpulist": "2-3,6-7\n",
         "sys/devices/system/node/node2/cpulist": "\n",
+        "sys/devices/system/node/node0/distance": "10 17 21\n",
+        "sys/devices/system/node/node2/distance": "17 10\n",
         "sys/devices/system/node/has_cpu": "0,10\n",
         **siblings,
     })
     assert numa.read_nodes(tmp_path) == [
-        {"id": 0, "cpus": "0-1,4-5", "cores": ["0,4", "1,5"], "memory_mb": 16000},
-        {"id": 2, "cpus": "", "cores": [], "memory_mb": None},
-        {"id": 10, "cpus": "2-3,6-7", "cores": ["2,6", "3,7"], "memory_mb": None},
+        {"id": 0, "cpus": "0-1,4-5", "cores": ["0,4", "1,5"], "memory_mb": 16000, "distances": {"0": 10, "2": 17, "10": 21}},
+        {"id": 2, "cpus": "", "cores": [], "memory_mb": None, "distances": None},
+        {"id": 10, "cpus": "2-3,6-7", "cores": ["2,6", "3,7"], "memory_mb": None, "distances": None},
     ]
 
 
@@ -112,3 +114,34 @@ def test_both_sources_of_affinity(sysfs, table, node, cpus, warning):
 
 def test_a_machine_of_one_node_leaves_no_doubt():
     assert numa.locate("device 0", -1, None, NODES[:1]) == (0, "0-31,64-95", [])
+
+
+CPU_FILES = {
+    "sys/devices/system/cpu/online": "0-7\n", "sys/devices/system/cpu/offline": "8-9\n", "sys/devices/system/cpu/isolated": "3\n",
+    "sys/devices/system/cpu/nohz_full": "(null)\n", "proc/self/status": "Name:\tpython3\nCpus_allowed_list:\t0-6\nMems_allowed_list:\t0\n",
+    **{f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id": f"{cpu % 4 // 2}\n" for cpu in range(8)},
+}
+TWO_NODES = [{"id": 0, "cpus": "0-1,4-5", "cores": ["0,4", "1,5"]}, {"id": 1, "cpus": "2-3,6-7", "cores": ["2,6", "3,7"]}]
+
+
+def test_processors_in_short(tmp_path):
+    write(tmp_path, CPU_FILES)
+    assert numa.read_cpu(TWO_NODES, tmp_path, "aarch64") == {
+        "architecture": "aarch64", "online": "0-7", "offline": "8-9", "isolated": "3", "allowed": "0-6", "sockets": 2, "cores": 4,
+        "threads_per_core": 2}
+
+
+def test_the_cpuset_of_services_goes_before_that_of_this_process(tmp_path):
+    write(tmp_path, {**CPU_FILES, "sys/fs/cgroup/system.slice/cpuset.cpus.effective": "0-3\n"})
+    assert numa.read_cpu(TWO_NODES, tmp_path)["allowed"] == "0-3"
+
+
+def test_a_cpuset_that_does_not_know_the_nodes_cpus_counts_for_nothing(tmp_path):
+    """A lab's machine sees nodes that the kernel below does not have."""
+    write(tmp_path, {**CPU_FILES, "sys/devices/system/cpu/online": "0-1\n"})
+    cpu = numa.read_cpu(TWO_NODES, tmp_path)
+    assert (cpu["allowed"], cpu["isolated"]) == (None, None)
+
+
+def test_a_machine_without_any_of_these_files(tmp_path):
+    assert set(numa.read_cpu([], tmp_path).values()) == {None}

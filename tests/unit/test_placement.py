@@ -157,7 +157,7 @@ def test_the_cut_is_the_best_there_is(data):
     for one, other in itertools.combinations(ids, 2):
         links[one][other] = links[other][one] = data.draw(st.sampled_from(kinds))
     nodes = {one: data.draw(st.sampled_from([0, 1, None])) for one in ids}
-    cut = Cut({one: Device(one, nodes[one], None, "", one, None) for one in ids}, links, ids, size)
+    cut = Cut({one: Device(one, nodes[one], None, "", one, None, None) for one in ids}, links, ids, size)
     groups = cut.best(count)
     assert not cut.limited
     assert len(groups) == count
@@ -168,7 +168,7 @@ def test_the_cut_is_the_best_there_is(data):
 def test_links_without_any_pattern_are_cut_in_bounded_work():
     links = {one: {other: ["SIO", "HCCS", "PIX", "PHB", "SYS"][(one * other + one + other) ** 2 % 5] for other in range(24) if other != one}
              for one in range(24)}
-    cut = Cut({one: Device(one, one % 3, None, "", one, None) for one in range(24)}, links, range(24), 4)
+    cut = Cut({one: Device(one, one % 3, None, "", one, None, None) for one in range(24)}, links, range(24), 4)
     assert len(cut.best(6)) == 6
     assert cut.limited
     assert cut._seen < 2 * placement.SEARCH_LIMIT
@@ -178,7 +178,7 @@ def test_the_usual_machine_takes_no_search():
     """What keeps 1,000 machines under a second: interchangeable devices are tried once."""
     for topology, size in (("910b4-epyc-report", 2), ("a3-16-dies-from-source", 2), ("a3-16-dies-from-source", 4)):
         table = npu_smi.parse_topo((TOPOLOGIES / topology / "input.txt").read_text())
-        cut = Cut({one: Device(one, None, None, "", one, None) for one in table["links"]}, table["links"], table["links"], size)
+        cut = Cut({one: Device(one, None, None, "", one, None, None) for one in table["links"]}, table["links"], table["links"], size)
         cut.best(len(table["links"]) // size)
         assert cut._seen <= 400
 
@@ -468,3 +468,154 @@ def test_what_the_operator_says_wins():
     instance = place(deployments, machine())["instances"][0]
     assert (instance["env"]["HCCL_IF_BASE_PORT"], instance["env"]["X"]) == ("50000", "y")
     assert instance["device_nodes"][-1] == "/dev/infiniband/uverbs0"
+
+
+# ------------------------------------------------------------------------------------------------------- cards of two dies
+
+def a3(instances=(), gone=(), cards=8):
+    """An Atlas A3: two dies a card, phy id = 2 * card + chip."""
+    dies = {f"d{number}": {"npu_id": number // 2, "name": "Ascend910"} for number in range(2 * cards)}
+    return machine("a3-16-dies-from-source", instances=instances, **{**dies, **{f"d{number}": None for number in gone}})
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_an_instance_takes_whole_cards(size):
+    plan = place(resolved(glm={"tensor_parallel_size": size}), a3())
+    assert plan["findings"] == [] and len(plan["instances"]) == 16 // size
+    for devices in devices_of(plan).values():
+        assert sorted({device // 2 for device in devices}) == [device // 2 for device in devices][::2]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_instance_that_would_split_a_card_is_refused(size):
+    plan = place(resolved(glm={"tensor_parallel_size": size}), a3())
+    assert plan["instances"] == [] and "would split a card, whose 2 dies only work together" in messages(plan)[0]
+
+
+def test_a_list_that_splits_a_card_is_refused():
+    plan = place(resolved(glm={"tensor_parallel_size": 2, "devices": [0, 1, 2]}), a3())
+    assert devices_of(plan) == {"glm-0": [0, 1]}
+    assert "device 2 of 0-2 without the other" in messages(plan)[0]
+
+
+def test_a_die_that_is_gone_blocks_its_instance_and_moves_nobody():
+    before = place(resolved(glm={"tensor_parallel_size": 4}), a3())
+    ran = [present(name, devices) for name, devices in devices_of(before).items()]
+    for gone in range(16):
+        plan = place(resolved(glm={"tensor_parallel_size": 4}), a3(ran, gone=[gone]))
+        assert devices_of(plan) == devices_of(before)
+        assert [instance["name"] for instance in plan["instances"] if instance["state"] == "blocked"] == [f"glm-{gone // 4}"]
+
+
+def test_a_card_that_lost_a_die_gets_nothing_new():
+    plan = place(resolved(glm={"tensor_parallel_size": 2}), a3(gone=[5]))
+    assert len(plan["instances"]) == 7 and not {4, 5} & {device for devices in devices_of(plan).values() for device in devices}
+
+
+def test_two_chips_of_a_duo_card_are_independent():
+    facts = machine("910b4-epyc-report", **{f"d{number}": {"npu_id": number // 2, "name": "310P3"} for number in range(8)})
+    assert len(place(resolved(small={"tensor_parallel_size": 1}), facts)["instances"]) == 8
+
+
+def test_more_nvlinks_are_tighter():
+    facts = machine("910b4-epyc-report")
+    pairs = {frozenset(pair) for pair in ((0, 5), (1, 4), (2, 7), (3, 6))}
+    facts["links"] = {str(one): {str(other): "NV4" if {one, other} in pairs else "NV1" for other in range(8) if other != one} for one in range(8)}
+    for device in facts["devices"]:
+        device["numa_node"] = 0
+    plan = place(TP2, facts)
+    assert sorted(devices_of(plan).values()) == [[0, 5], [1, 4], [2, 7], [3, 6]]
+    assert {instance["link"] for instance in plan["instances"]} == {"NV4"}
+
+
+# ------------------------------------------------------------------------------------------- CPUs that may not be used
+
+def with_cpu(facts, **cpu):
+    facts["cpu"] = {"architecture": "x86_64", "isolated": None, "allowed": None, **cpu}
+    return facts
+
+
+def explained(plan, words):
+    return any(words in line for line in plan["explain"])
+
+
+def test_isolated_cpus_are_left_alone():
+    plan = place(TP2, with_cpu(machine(), isolated="0-3,64-67"))
+    assert plan["instances"][0]["cpus"] == "4-31,68-95" and plan["instances"][3]["cpus"] == "32-63,96-127"
+    assert explained(plan, "CPUs 0-3,64-67 are isolated")
+
+
+def test_a_cpuset_that_services_live_in_is_kept():
+    plan = place(TP2, with_cpu(machine(), allowed="16-47"))
+    assert [instance["cpus"] for instance in plan["instances"]] == ["16-31", "16-31", "32-47", "32-47"]
+    assert explained(plan, "confined to CPUs 16-47")
+
+
+def test_a_node_none_of_whose_cpus_may_be_used_binds_nothing_and_says_so():
+    plan = place(TP2, with_cpu(machine(), allowed="0-31"))
+    assert plan["instances"][3]["cpus"] is None
+    assert explained(plan, "qwen38-tp2-3: devices 6,7 (PHB), NUMA node 1, not bound (no CPU there may be used)")
+
+
+def test_own_cores_are_whole_and_usable():
+    facts = with_cpu(with_cores(machine()), isolated="1")
+    plan = place(resolved(one={"tensor_parallel_size": 1, "numa_binding": "cores"}), facts)
+    threads = {cpu for node in facts["numa_nodes"] for core in node["cores"] if 1 in parse_cpu_list(core) for cpu in parse_cpu_list(core)}
+    used = [cpu for instance in plan["instances"] for cpu in parse_cpu_list(instance["cpus"])]
+    assert len(used) == len(set(used)) and not threads & set(used)
+
+
+def test_too_few_cores_are_said():
+    plan = place(resolved(one={"tensor_parallel_size": 1, "numa_binding": "cores"}), with_cpu(with_cores(machine()), allowed="0-1,32-63,96-127"))
+    assert "NUMA node 0 has" in messages(plan, "warning")[0] and "cannot give each its own" in messages(plan, "warning")[0]
+
+
+def test_nodes_without_cpus_or_memory_lend_from_the_nearest():
+    facts = machine()
+    facts["numa_nodes"] = [
+        {"id": 0, "cpus": "", "cores": [], "memory_mb": 1000, "distances": {"0": 10, "1": 21, "2": 12}},
+        {"id": 1, "cpus": "32-63,96-127", "cores": None, "memory_mb": 0, "distances": {"0": 21, "1": 10, "2": 31}},
+        {"id": 2, "cpus": "0-31,64-95", "cores": None, "memory_mb": 1000, "distances": {"0": 12, "1": 31, "2": 10}}]
+    plan = place(TP2, facts)
+    assert [(instance["numa_nodes"], instance["cpus"]) for instance in plan["instances"]] == [
+        ([0], "0-31,64-95"), ([0], "0-31,64-95"), ([0], "32-63,96-127"), ([0], "32-63,96-127")]
+    assert explained(plan, "NUMA node 1, which has no memory: that of node 0")
+
+
+# ------------------------------------------------------------------------------------------- the engine's own CPU binding
+
+def additional(plan):
+    arguments = plan["instances"][0]["arguments"]
+    return json.loads(arguments[arguments.index("--additional-config") + 1]) if "--additional-config" in arguments else None
+
+
+@pytest.mark.parametrize(("facts", "written", "config"), [
+    (machine(), {"numa_binding": "cores"}, {"enable_cpu_binding": False}),
+    (machine(), {"numa_binding": "node"}, None),
+    (machine(), {"numa_binding": "none"}, None),
+    (a3(), {"numa_binding": "none"}, None),
+    (machine(), {"numa_binding": "cores", "vllm_version": "0.17.1"}, None),
+    (machine(), {"numa_binding": "cores", "args": {"additional_config": {"weight_prefetch": True}}},
+     {"enable_cpu_binding": False, "weight_prefetch": True}),
+])
+def test_the_engine_binds_only_where_we_do_not(facts, written, config):
+    plan = place(resolved(one={"tensor_parallel_size": 2, **written}), with_cpu(facts, architecture="aarch64"))
+    assert additional(plan) == config and messages(plan, "warning") == []
+
+
+def test_the_engine_never_binds_in_the_cpuset_of_a_card_of_two_dies():
+    facts = with_cpu(a3(), architecture="aarch64")
+    for device in facts["devices"]:
+        device["numa_node"] = 0
+    facts["numa_nodes"] = [{"id": 0, "cpus": "0-159", "cores": None, "devices": []}]
+    assert additional(place(resolved(one={"tensor_parallel_size": 2}), facts)) == {"enable_cpu_binding": False}
+
+
+def test_on_x86_the_engine_does_not_bind_and_is_told_nothing():
+    assert additional(place(resolved(one={"tensor_parallel_size": 2, "numa_binding": "cores"}), with_cpu(machine()))) is None
+
+
+def test_two_bindings_at_once_are_said():
+    deployments = resolved(one={"tensor_parallel_size": 2, "numa_binding": "cores", "args": {"additional_config": {"enable_cpu_binding": True}}})
+    plan = place(deployments, with_cpu(machine(), architecture="aarch64"))
+    assert additional(plan) == {"enable_cpu_binding": True} and "both bind its CPUs" in messages(plan, "warning")[0]

@@ -265,3 +265,44 @@ def test_findings_are_shown_and_said():
     assert filters.finding_lines([one, other], "error") == ["machine66: held"]
     assert filters.finding_lines([one, other], "warning") == ["machine67: full; empty it"]
     assert filters.finding_table([]) == []
+
+
+# ------------------------------------------------------------------------------------------- versions and fit, gate three
+
+def versions(**given_):
+    return {"q": {"cann_version": None, "vllm_version": "0.23.0", "vllm_ascend_version": None, **given_}}
+
+
+def chips(*names, vendor="huawei", driver="25.5.1"):
+    return {"vendor": vendor, "driver_version": driver, "devices": [{"name": name} for name in names]}
+
+
+def test_versions_that_cannot_work_are_findings_each_once():
+    found = filters.compatibility_findings(versions(cann_version="9.1.0"), chips("910A", "910A", driver="25.0.rc1"), {})
+    assert [(finding["level"], finding["check"]) for finding in found] == [("error", "compatibility")] * 2
+    assert "does not run on 910A" in found[0]["message"] and "CANN 9.1.0 does not work with driver 25.0.rc1" in found[1]["message"]
+
+
+def test_an_allowed_pair_is_a_warning_with_its_reason():
+    found = filters.compatibility_findings(versions(vllm_ascend_version="0.22.1rc1"), chips("910B4-1"),
+                                        {"vllm-ascend 0.22.1rc1 + vLLM 0.23.0": "tested here"})
+    assert [finding["level"] for finding in found] == ["warning"] and "allowed: tested here" in found[0]["message"]
+
+
+def test_other_vendors_and_machines_without_a_driver_are_not_judged():
+    assert filters.compatibility_findings(versions(), chips("NVIDIA GeForce RTX 4090", vendor="nvidia"), {}) == []
+    assert filters.compatibility_findings(versions(), {}, {}) == []
+    assert filters.compatibility_findings(versions(), chips("910B4-1"), {}) == []
+
+
+def test_a_machine_without_the_model_is_judged_by_what_another_has_read():
+    read = {"config": {"hidden_size": 1}}
+    hostvars = {"a": {"preflight_devices": {"models": {"/m": {"config": None}}}}, "b": {"preflight_devices": {"models": {"/m": read}}}, "c": {}}
+    assert filters.known_models(["a", "b", "c"], hostvars) == {"/m": read}
+
+
+def test_fit_has_findings_where_it_is_more_than_information():
+    verdicts = [{"deployment": "q", "findings": [{"level": "error", "message": "its weights take too much", "remedy": "more devices"},
+                                                 {"level": "info", "message": "concurrency 3", "remedy": ""}]}]
+    assert filters.fit_findings(verdicts) == [
+        {"level": "error", "check": "fit", "message": "deployment q: its weights take too much", "remedy": "more devices"}]
