@@ -633,8 +633,7 @@ class _Plan:
             known = {self.devices[device].node for device in devices} - {None}
             link = f" ({instance['link']})" if instance["link"] else ""
             home = f"NUMA node {_joined(sorted(known))}" if known else "NUMA node unknown"
-            unbound = (" (numa_binding: none)" if deployment["numa_binding"] == "none" else
-                       " (no CPU there may be used)" if known else " (where its devices are is not known)")
+            unbound = (" (numa_binding: none)" if deployment["numa_binding"] == "none" else " (no CPU there may be used)" if known else "")
             if instance["numa_nodes"] and known and set(instance["numa_nodes"]) != known:
                 home += f", which has no memory: that of node {_joined(instance['numa_nodes'])}"
             cores = f"CPUs {instance['cpus']}" if instance["cpus"] else f"not bound{unbound}"
