@@ -20,17 +20,11 @@ import re
 from typing import Iterator, Mapping, NamedTuple, Sequence, Tuple
 
 from ansible_collections.llmops.ascend.plugins.module_utils.numa import parse_cpu_list
+from ansible_collections.llmops.ascend.plugins.module_utils.tool_output import OutputError
 
 
-class NpuSmiError(ValueError):
-    """An output that cannot be believed. `line` counts from 1, None when the reason is no single line."""
-
-    def __init__(self, command: str, reason: str, line: int | None = None, text: str = "") -> None:
-        where = command if line is None else f"{command}, line {line}"
-        shown = " ".join(text.split())
-        shown = shown if len(shown) <= 120 else shown[:117] + "..."
-        super().__init__(f"{where}: {reason}" + (f": {shown!r}" if shown else ""))
-        self.line = line
+class NpuSmiError(OutputError):
+    """An output of npu-smi that cannot be believed."""
 
 
 class Failure(NamedTuple):

@@ -14,6 +14,7 @@ import re
 from typing import NamedTuple
 
 from ansible_collections.llmops.ascend.plugins.module_utils.numa import parse_cpu_list
+from ansible_collections.llmops.ascend.plugins.module_utils.tool_output import OutputError
 
 QUERY = ("index", "uuid", "pci.bus_id", "memory.total", "memory.used", "temperature.gpu", "power.draw", "utilization.gpu",
          "driver_version", "mig.mode.current", "name")
@@ -31,15 +32,8 @@ _COLUMN = re.compile(r"(?:GPU|NIC)\d+|[a-z]+\d*_(?:bond_)?\d+")
 _AFFINITY = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
 
-class NvidiaSmiError(ValueError):
-    """An output that cannot be believed. `line` counts from 1, None when the reason is no single line."""
-
-    def __init__(self, command: str, reason: str, line: int | None = None, text: str = "") -> None:
-        where = command if line is None else f"{command}, line {line}"
-        shown = " ".join(text.split())
-        shown = shown if len(shown) <= 120 else shown[:117] + "..."
-        super().__init__(f"{where}: {reason}" + (f": {shown!r}" if shown else ""))
-        self.line = line
+class NvidiaSmiError(OutputError):
+    """An output of nvidia-smi that cannot be believed."""
 
 
 class Failure(NamedTuple):
