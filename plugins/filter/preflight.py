@@ -141,13 +141,15 @@ def placement_findings(
     ]
 
 
-def known_models(machines: Iterable[str], hostvars: Mapping[str, Any]) -> dict[str, Any]:
-    """Models by their directory, as the first of the machines has read them: those that lack one yet will get the same."""
-    known: dict[str, Any] = {}
-    for name in machines:
-        for path, model in plain((hostvars[name].get("preflight_devices") or {}).get("models") or {}).items():
-            if model["config"] and path not in known:
-                known[path] = model
+def known_models(own: Mapping[str, Any], wanted: Iterable[str], machines: Iterable[str], hostvars: Mapping[str, Any]) -> dict[str, Any]:
+    """The models of the wanted directories: this machine's `own`, else as the first of the machines has read them, which it will get."""
+    known = {path: model for path, model in plain(own).items() if model["config"]}
+    machines = list(machines)
+    for path in set(wanted) - set(known):
+        read = (((hostvars[name].get("preflight_devices") or {}).get("models") or {}).get(path) for name in machines)
+        model = next((plain(model) for model in read if model and model["config"]), None)
+        if model:
+            known[path] = model
     return known
 
 

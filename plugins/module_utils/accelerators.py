@@ -12,6 +12,7 @@ from typing import Any, Callable, NamedTuple
 
 from ansible_collections.llmops.ascend.plugins.module_utils import npu_smi, nvidia_smi
 from ansible_collections.llmops.ascend.plugins.module_utils.numa import locate, normalise_bus_id
+from ansible_collections.llmops.ascend.plugins.module_utils.tool_output import OutputError
 
 RECORD = "/var/lib/llmops/instances.json"
 
@@ -40,6 +41,19 @@ class Reading(NamedTuple):
     cpus: dict[int, str | None] = {}
     processes: list[tuple[int, int, str, int]] = []
     warnings: list[str] = []
+
+
+def _parsed(command: str, output: Output | None, parse: Callable[[str], Any], explain: Callable[[int, str], Any],
+            warnings: list[str]) -> Any:
+    """An output as its parser reads it; None where it was not asked for, and where it cannot be read, which is a warning."""
+    if output is None:
+        return None
+    try:
+        return parse(output.text)
+    except OutputError as error:
+        failure = explain(*output)
+        warnings.append(f"{command}: {failure.meaning}" if failure else str(error))
+        return None
 
 
 # ------------------------------------------------------------------------------------------------------------- Ascend
@@ -122,13 +136,8 @@ def _identify(chips: list[dict], map_output: Output | None, device_numbers: list
 
 def _topology(output: Output | None, devices: list[dict],
               warnings: list[str]) -> tuple[dict[int, dict[int, str]], dict[int, str | None]]:
-    if output is None:
-        return {}, {}
-    try:
-        topo = npu_smi.parse_topo(output.text)
-    except npu_smi.NpuSmiError as error:
-        failure = npu_smi.explain_failure(*output)
-        warnings.append(f"npu-smi info -t topo: {failure.meaning}" if failure else str(error))
+    topo = _parsed("npu-smi info -t topo", output, npu_smi.parse_topo, npu_smi.explain_failure, warnings)
+    if topo is None:
         return {}, {}
     shown = set(topo["cpus"])
     single = len({device["npu_id"] for device in devices}) == len(devices)      # one chip to a card
@@ -145,13 +154,8 @@ def _topology(output: Output | None, devices: list[dict],
 
 def _versions(info: dict, output: Output | None, warnings: list[str]) -> dict[str, str | None]:
     versions = {"tool_version": info["tool_version"], "driver_version": info["driver_version"], "firmware_version": None}
-    if output is not None:
-        try:
-            board = npu_smi.parse_board(output.text)
-        except npu_smi.NpuSmiError as error:
-            failure = npu_smi.explain_failure(*output)
-            warnings.append(f"npu-smi info -t board: {failure.meaning}" if failure else str(error))
-            return versions
+    board = _parsed("npu-smi info -t board", output, npu_smi.parse_board, npu_smi.explain_failure, warnings)
+    if board is not None:
         versions["driver_version"] = board["driver_version"] or versions["driver_version"]
         versions["firmware_version"] = board["firmware_version"]
         if board["compatible"] is False:
@@ -203,13 +207,8 @@ def read_gpus(outputs: dict[str, Output], minors: dict[str, int], device_numbers
 
 def _gpu_topology(output: Output | None, devices: list[dict],
                   warnings: list[str]) -> tuple[dict[int, dict[int, str]], dict[int, str | None]]:
-    if output is None:
-        return {}, {}
-    try:
-        topo = nvidia_smi.parse_topo(output.text)
-    except nvidia_smi.NvidiaSmiError as error:
-        failure = nvidia_smi.explain_failure(*output)
-        warnings.append(f"nvidia-smi topo -m: {failure.meaning}" if failure else str(error))
+    topo = _parsed("nvidia-smi topo -m", output, nvidia_smi.parse_topo, nvidia_smi.explain_failure, warnings)
+    if topo is None:
         return {}, {}
     ids = {device["logic_id"]: device["phy_id"] for device in devices}
     if set(topo["links"]) != set(ids):
@@ -221,14 +220,7 @@ def _gpu_topology(output: Output | None, devices: list[dict],
 
 
 def _gpu_processes(output: Output | None, by_uuid: dict[str, int | None], warnings: list[str]) -> list[tuple]:
-    if output is None:
-        return []
-    try:
-        processes = nvidia_smi.parse_processes(output.text)
-    except nvidia_smi.NvidiaSmiError as error:
-        failure = nvidia_smi.explain_failure(*output)
-        warnings.append(f"nvidia-smi --query-compute-apps: {failure.meaning}" if failure else str(error))
-        return []
+    processes = _parsed("nvidia-smi --query-compute-apps", output, nvidia_smi.parse_processes, nvidia_smi.explain_failure, warnings) or []
     return [(by_uuid[process["uuid"]], process["pid"], process["name"], process["memory_mb"])
             for process in processes if by_uuid.get(process["uuid"]) is not None]
 

@@ -7,8 +7,9 @@ nothing is guessed.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Iterator
 
 from ansible_collections.llmops.ascend.plugins.module_utils.model_files import ranges
 
@@ -72,20 +73,29 @@ def read_shape(config: dict[str, Any]) -> Shape:
     kind = MODEL_TYPES.get(text["model_type"])
     if kind is None:
         raise UnknownModel(f"architecture {text['model_type']!r} is not known to the fit")
-    try:
+    with _readable(text["model_type"]):
         shape = _shape(config, text, kind)
-    except KeyError as error:
-        raise UnknownModel(f"config.json of a {text['model_type']} has no {error.args[0]}") from None
-    except UnknownModel:
-        raise
-    except _NO_NUMBER as error:
-        raise UnknownModel(f"config.json of a {text['model_type']} cannot be read: {error}") from None
     _refuse_the_impossible(shape)
     return shape
 
 
 # What a value of the wrong kind raises where a number, a list or a dictionary is wanted.
 _NO_NUMBER = (TypeError, ValueError, OverflowError, ZeroDivisionError, AttributeError)
+
+
+@contextlib.contextmanager
+def _readable(model_type: str) -> Iterator[None]:
+    """Turns whatever a damaged config.json makes of its reading into UnknownModel."""
+    try:
+        yield
+    except UnknownModel:
+        raise
+    except KeyError as error:
+        raise UnknownModel(f"config.json of a {model_type} has no {error.args[0]}") from None
+    except _NO_NUMBER as error:
+        raise UnknownModel(f"config.json of a {model_type} cannot be read: {error}") from None
+
+
 # No model is near these; a config.json beyond them is damaged, and what would follow from it is no answer.
 _WIDEST, _MOST_LAYERS = 1 << 24, 10_000
 
@@ -219,14 +229,8 @@ def expected_tensors(config: dict[str, Any]) -> list[dict]:
     weight files only.
     """
     shape, text = read_shape(config), _language(config)
-    try:
+    with _readable(shape.model_type):
         return _expected(shape, text, config)
-    except KeyError as error:
-        raise UnknownModel(f"config.json of a {shape.model_type} has no {error.args[0]}") from None
-    except UnknownModel:
-        raise
-    except _NO_NUMBER as error:
-        raise UnknownModel(f"config.json of a {shape.model_type} cannot be read: {error}") from None
 
 
 def _expected(shape: Shape, text: dict[str, Any], config: dict[str, Any]) -> list[dict]:

@@ -298,7 +298,12 @@ def test_other_vendors_and_machines_without_a_driver_are_not_judged():
 def test_a_machine_without_the_model_is_judged_by_what_another_has_read():
     read = {"config": {"hidden_size": 1}}
     hostvars = {"a": {"preflight_devices": {"models": {"/m": {"config": None}}}}, "b": {"preflight_devices": {"models": {"/m": read}}}, "c": {}}
-    assert filters.known_models(["a", "b", "c"], hostvars) == {"/m": read}
+    assert filters.known_models({"/m": {"config": None}}, ["/m", "/n"], ["a", "b", "c"], hostvars) == {"/m": read}
+
+
+def test_a_machine_s_own_model_goes_first_and_nobody_else_is_looked_at():
+    own = {"config": {"hidden_size": 2}}
+    assert filters.known_models({"/m": own}, ["/m"], ["a"], {}) == {"/m": own}
 
 
 def test_fit_has_findings_where_it_is_more_than_information():
